@@ -1,7 +1,7 @@
-"""A cron-like job that runs every second: never twice for the same time, and no run is lost.
+"""A job that runs every second by a schedule: once for each instant, whatever happens to workers.
 
-Each run submits the next one before it works. The idempotency key is the time of the run: however often the submit is
-repeated after crashes, there is one run for each time.
+The schedule is declared in code, and a worker puts it in place when it starts. A person pauses it and runs it once more
+by hand. A backfill creates the runs of earlier instants, and skips those that ran.
 
     python examples/recurring_job.py
 """
@@ -9,48 +9,45 @@ repeated after crashes, there is one run for each time.
 from __future__ import annotations
 
 import asyncio
-import time
+from datetime import UTC, datetime, timedelta
 
 from stage import say, store, working
 
-from flowfabric import Context, Fabric, Retry
+from flowfabric import Context, Fabric
 
 app = Fabric(store())
 
-EVERY_S = 1  # 3600 for every hour
-LAST: dict[str, int] = {}
-finished = asyncio.Event()
+reported: list[datetime] = []
+three_reports = asyncio.Event()
 
 
-async def schedule(slot: int) -> None:
-    """Submit the run for a time; repeating it is harmless."""
-    delay = max(0.0, slot - time.time())
-    run = await report.options(delay=delay, key=f"report-{slot}").submit(slot)
-    if not run.created:
-        say(f"(the run for …{slot % 1000} exists already)")
+@app.task
+async def report(ctx: Context, region: str) -> str:
+    assert ctx.scheduled_at is not None
+    late_ms = (datetime.now(UTC) - ctx.scheduled_at).total_seconds() * 1000
+    reported.append(ctx.scheduled_at)
+    say(f"{ctx.schedule}: report of {region} for …{ctx.scheduled_at:%S}, {late_ms:.0f} ms after its time")
+    if len(reported) == 3:
+        three_reports.set()
+    return f"report of {region}"
 
 
-@app.task(retry=Retry(max=3, base="100ms"))
-async def report(ctx: Context, slot: int) -> str:
-    if slot + EVERY_S <= LAST["slot"]:  # a real job continues forever
-        await ctx.step(schedule, slot + EVERY_S)
-        await ctx.step(schedule, slot + EVERY_S, name="schedule again, as after a crash")
-    late_ms = (await ctx.now()) - slot * 1000
-    say(f"report for …{slot % 1000}, {late_ms} ms after its time")
-    if slot == LAST["slot"]:
-        finished.set()
-    return f"report {slot}"
+# Every night it would be: cron="0 3 * * *", tz="Europe/Berlin", jitter="5m"
+every_second = app.schedule("reports", report.s("eu"), every="1s")
 
 
 async def main() -> None:
-    first = int(time.time()) + 1
-    LAST["slot"] = first + 2 * EVERY_S
     async with working(app):
-        await asyncio.gather(*(schedule(first) for _ in range(3)))  # every process of a deployment may do this at start
-        engine = await app.engine()
-        await finished.wait()
-        known = (await engine.search_executions()).executions
-        say(f"{len(known)} runs for 3 times")
+        await three_reports.wait()
+        await every_second.pause("three are enough")
+        run = await every_second.trigger()
+        say(f"by hand: {await run.result()}")
+
+        end = min(reported) + timedelta(seconds=1)
+        done = await every_second.backfill(end - timedelta(seconds=3), end, overlap="allow")
+        say(f"{done.created} instants made up for, {done.known} had a run")
+        status = (await every_second.describe()).status
+        say(f"paused: {status.note}; {status.fired} runs so far")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ template that is migrated once for all processes; deleting its rows costs a tent
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import asyncpg
@@ -31,7 +35,7 @@ from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.valkey.address import parse_url
 from flowfabric.stores.valkey.store import ValkeyStore
 from tests.servers import postgres
-from tests.valkey_servers import valkey, valkey_cluster
+from tests.valkey_servers import redis, system_redis, valkey, valkey_cluster
 
 # Timing depends on the machine, so no example fails for being slow.
 settings.register_profile("ff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +45,7 @@ settings.load_profile("brief" if "FF_TEST_BRIEF" in os.environ else "ff")
 
 STORES = ("memory", "sqlite", "postgres", "valkey")
 STORES_AND_CLUSTER = (*STORES, "valkey-cluster")  # for the contract, the scenarios and chaos
+REDIS = ("redis",) if system_redis() else ()  # the oldest supported server, where it is installed
 
 _KEPT = ("ff_schema_version", "ff_feed")
 _BUSY_CONNECTIONS = """
@@ -89,8 +94,8 @@ async def open_store(request: pytest.FixtureRequest, clock: ManualClock, tmp_pat
         case "memory":
             store = MemoryStore(clock)
         case "sqlite":
-            store = SQLiteStore(tmp_path / "ff.db", clock)
-        case "valkey" | "valkey-cluster" as kind:
+            store = SQLiteStore(new_sqlite_file(tmp_path), clock)
+        case "valkey" | "valkey-cluster" | "redis" as kind:
             store = ValkeyStore(parse_url(request.getfixturevalue(f"{kind.replace('-', '_')}_url")), clock)
         case _:
             store = PostgresStore(await emptied(request.getfixturevalue("own_database")), clock)
@@ -176,11 +181,33 @@ def valkey_url() -> str:
 
 
 @pytest.fixture
+def redis_url() -> str:
+    """The URL of an empty database of the system's Redis; functions stay there."""
+    servers = redis()
+    servers.empty(servers.own_database())
+    return servers.url(servers.own_database())
+
+
+@pytest.fixture
 def valkey_cluster_url() -> str:
     """The URL of an empty database of the Valkey cluster; functions stay there."""
     servers = valkey_cluster()
     servers.empty(servers.own_database())
     return servers.url(servers.own_database())
+
+
+def new_sqlite_file(folder: Path) -> Path:
+    """Return a new SQLite file with the current schema and no rows: a copy costs a tenth of all migrations."""
+    return Path(shutil.copyfile(_sqlite_template(), folder / "ff.db"))
+
+
+@cache
+def _sqlite_template() -> Path:
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    file = Path(folder.name) / "template.db"
+    migrate_store(SQLiteStore(file, ManualClock()))
+    return file
 
 
 def emptied_valkey() -> str:
@@ -192,9 +219,13 @@ def emptied_valkey() -> str:
 
 def migrate(dsn: str) -> None:
     """Migrate an empty database."""
+    migrate_store(PostgresStore(dsn))
+
+
+def migrate_store(store: Store) -> None:
+    """Migrate an empty store, and close it."""
 
     async def open_once() -> None:
-        store = PostgresStore(dsn)
         await store.open(migrate=True)
         await store.close()
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import metadata
 from importlib.util import module_from_spec, spec_from_loader
@@ -189,6 +190,19 @@ def test_every_decision_is_in_the_index() -> None:
     assert [page.name for page in sorted(folder.glob("[0-9]*.md")) if f"({page.name})" not in index] == []
 
 
+def test_tasks_of_the_library_are_never_eager() -> None:
+    """A task that ends before its caller notes it would be noted for ever; see `start_task`."""
+    folders = [ROOT / "src" / "flowfabric" / name for name in ("engine", "sdk", "client", "stores", "testing")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    assert len(files) > 200
+    assert not [
+        file.name
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "create_task"
+    ]
+
+
 def test_no_module_uses_the_shared_random_generator() -> None:
     own = {"Random", "SystemRandom"}
     shared = [
@@ -202,3 +216,60 @@ def test_no_module_uses_the_shared_random_generator() -> None:
     ]
 
     assert shared == []
+
+
+MODULES_IN_A_FOLDER = 20
+
+
+def test_no_folder_has_more_modules_than_a_reader_can_survey() -> None:
+    modules = [path for top in ("src", "tests", "examples") for path in (ROOT / top).rglob("*.py")]
+    in_folder = Counter(str(path.parent.relative_to(ROOT)) for path in modules if path.name != "__init__.py")
+
+    assert sum(in_folder.values()) > 500
+    assert {folder: count for folder, count in in_folder.items() if count > MODULES_IN_A_FOLDER} == {}
+
+
+def test_hardly_a_class_name_is_used_twice() -> None:
+    """A record and its counterpart at an edge may share a name."""
+    names = Counter(
+        node.name
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+
+    assert len([name for name, count in names.items() if count > 1]) <= 10
+
+
+# Nouns of the field, and a decoding of responses.
+NOUNS = {"content_encoding", "decoding", "encoding", "logging", "routing", "tracing"}
+
+
+def test_no_module_is_named_by_a_gerund() -> None:
+    stems = {path.stem for path in (ROOT / "src").rglob("*.py")}
+
+    assert {stem for stem in stems if stem.endswith("ing")} - NOUNS == set()
+
+
+def test_the_import_contracts_name_only_what_exists(project: dict[str, Any]) -> None:
+    named = set(re.findall(r"flowfabric[\w.]*", repr(project["tool"]["importlinter"])))
+    paths = {name: ROOT / "src" / Path(*name.split(".")) for name in named}
+
+    assert len(named) > 15
+    assert [name for name, path in paths.items() if not path.is_dir() and not path.with_suffix(".py").exists()] == []
+
+
+def test_every_package_has_a_place_in_the_import_contracts(project: dict[str, Any]) -> None:
+    contracts = repr(project["tool"]["importlinter"])
+    packages = [path.parent.name for path in (ROOT / "src" / "flowfabric").glob("*/__init__.py")]
+
+    assert [name for name in packages if f"flowfabric.{name}" not in contracts] == []
+
+
+def test_the_engine_finds_loaded_rows_by_typed_accessors() -> None:
+    """`rows[3][0]`, or `rows[len(reads):]` of what was loaded further, has any type: a wrong number stays unnoticed."""
+    by_number = re.compile(r"\brows\[\d+\]\[|(?<!\.)\brows\[len\(reads\)")
+    engine = ROOT / "src" / "flowfabric" / "engine"
+    found = [path.name for path in engine.rglob("*.py") if by_number.search(path.read_text())]
+
+    assert found == ["after_commit.py"], "only `first_row` does"

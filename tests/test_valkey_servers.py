@@ -58,7 +58,7 @@ def test_data_and_functions_survive_a_kill_and_a_new_start(own: ValkeyServers) -
     assert (node.execute("GET", "note"), node.execute("FCALL", "kept", 0)) == ("hello", 1)
 
 
-def test_a_paused_node_is_silent_and_goes_on_afterwards(own: ValkeyServers) -> None:
+def test_a_paused_node_is_silent_and_continues_afterwards(own: ValkeyServers) -> None:
     (node,) = own.nodes
     node.pause()
     with pytest.raises(TimeoutError):

@@ -2,8 +2,9 @@
 
 `valkey()` and `valkey_cluster()` return running servers that all processes of a test run share; each process has a
 database of its own there. `valkey("chaos-1")` and `valkey_cluster("chaos-1")` return separate ones, whose nodes a test
-may kill and pause. As in `tests/servers.py` file locks show who uses them, and a supervisor kills every node once no
-user is left. A node is found by the pid file in its folder, so a test that raises or is killed leaves nothing behind.
+may kill and pause. `redis()` is the system's Redis, where it is installed. As in `tests/servers.py` file locks show who
+uses them, and a supervisor kills every node once no user is left. A node is found by the pid file in its folder, so a
+test that raises or is killed leaves nothing behind.
 
 Standard library only: `./dev` uses this module with the system's Python.
 """
@@ -43,7 +44,7 @@ from tests.processes import (
 BIN_VARIABLE = "FF_TEST_VALKEY_BIN"
 SHARED = "shared"
 DATABASES = 64  # one for each process of a test run
-NODE_TIMEOUT_MS = 1500  # after which a cluster declares a node dead
+NODE_TIMEOUT_MS = 1500  # silence after which a cluster declares a node dead
 PRIMARIES = 3
 PORTS = range(10_000, 22_000)  # the cluster bus uses the port plus 10,000; both are below those of clients
 FIX = (
@@ -58,6 +59,7 @@ SETTINGS = {
     "databases": str(DATABASES),
     "set-proc-title": "no",  # so that the folder stays in the command line
     "repl-diskless-sync-delay": "0",
+    "enable-debug-command": "local",  # to cut a node off from its cluster
 }
 CLUSTER_SETTINGS = {
     "cluster-enabled": "yes",
@@ -87,6 +89,16 @@ def _from_system() -> Iterator[Path]:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             yield Path(found)
+
+
+def system_redis() -> Path | None:
+    """Return the system's Redis 7 or newer, the oldest supported server; None if it is not installed."""
+    found = shutil.which("redis-server")
+    if found is None:
+        return None
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+    major = re.search(r"v=(\d+)", version)
+    return Path(found) if major is not None and int(major[1]) >= 7 else None
 
 
 def cluster_settings() -> dict[str, str]:
@@ -127,7 +139,8 @@ class ValkeyNode:
         known |= {name.replace("_", "-"): value for name, value in settings.items()}
         self._settings_file.write_text(json.dumps(known))
         chosen = {"port": str(self.port), "dir": str(self.folder), "pidfile": str(self._pid_file), **SETTINGS, **known}
-        command = [str(program()), *(part for name, value in chosen.items() for part in (f"--{name}", value))]
+        started = Path(self._program_file.read_text()) if self._program_file.exists() else program()
+        command = [str(started), *(part for name, value in chosen.items() for part in (f"--{name}", value))]
         self._pid_file.unlink(missing_ok=True)
         with (self.folder / "log").open("a") as log:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -149,6 +162,17 @@ class ValkeyNode:
     def resume(self) -> None:
         """Undo `pause`."""
         self._signal(signal.SIGCONT)
+
+    def cut_off(self, replica: ValkeyNode) -> None:
+        """Let no message of the cluster through to this primary, and nothing to its replica; clients still reach it."""
+        replica.execute("CONFIG", "SET", "masterauth", "a password that nobody knows")
+        self.execute("CLIENT", "KILL", "TYPE", "replica")
+        self.execute("DEBUG", "DROP-CLUSTER-PACKET-FILTER", -2)
+
+    def reconnect(self, replica: ValkeyNode) -> None:
+        """Undo `cut_off`."""
+        self.execute("DEBUG", "DROP-CLUSTER-PACKET-FILTER", -1)
+        replica.execute("CONFIG", "SET", "masterauth", "")
 
     def is_running(self) -> bool:
         return self.pid() is not None
@@ -187,6 +211,10 @@ class ValkeyNode:
     @property
     def _settings_file(self) -> Path:
         return self.folder / "settings.json"
+
+    @property
+    def _program_file(self) -> Path:
+        return self.folder.parent.parent / "program"  # of all nodes of these servers, if it is not the usual one
 
 
 _children: list[subprocess.Popen[bytes]] = []
@@ -298,7 +326,7 @@ def _knows(node: ValkeyNode, number: int) -> bool:
 
 def _start_node(folder: Path, *, is_cluster: bool) -> ValkeyNode:
     for _ in range(5):
-        port = _unused_port()
+        port = unused_port()
         node = ValkeyNode(folder / str(port), port)
         try:
             node.start(
@@ -311,7 +339,7 @@ def _start_node(folder: Path, *, is_cluster: bool) -> ValkeyNode:
     raise ServerMissing("Valkey found no free port five times in a row.")
 
 
-def _unused_port() -> int:
+def unused_port() -> int:
     """Return a free port whose bus port is free, too; no outgoing connection gets it while its node is down."""
     while True:
         port = random.SystemRandom().choice(PORTS)
@@ -347,6 +375,17 @@ _uses: dict[str, tuple[int, IO[str]]] = {}
 def valkey(name: str = SHARED) -> ValkeyServers:
     """Return a running server. It is killed when the last process that uses it has ended."""
     return _start_or_join(f"one-{name}", nodes=1)
+
+
+def redis(name: str = SHARED) -> ValkeyServers:
+    """Return a running server that is the system's Redis; it is killed likewise."""
+    found = system_redis()
+    if found is None:
+        raise ServerMissing(f"No Redis 7 found.\n{FIX}")
+    folder = ROOT / ".dev" / "valkey" / f"redis-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "program").write_text(str(found))
+    return _start_or_join(folder.name, nodes=1)
 
 
 def valkey_cluster(name: str = SHARED, *, replicas: int = 1) -> ValkeyServers:

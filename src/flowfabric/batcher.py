@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
+from flowfabric.event_loop import start_task
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -68,7 +70,7 @@ class Batcher(Generic[Item, Result]):
         self._queue.append((item, self._weight(item), result))
         if self._running < self._concurrency:
             self._running += 1
-            task = loop.create_task(self._run())
+            task = start_task(self._run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return result

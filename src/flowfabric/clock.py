@@ -39,7 +39,7 @@ class StoreClockEstimate:
     """
 
     def __init__(self, clock: Clock | None = None, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.now: Clock = clock or self._extrapolate  # returns the estimated store time
         self._monotonic_s = monotonic_s
         self._store_ms = 0
         self._updated_s = 0.0
@@ -49,10 +49,7 @@ class StoreClockEstimate:
         self._store_ms = now
         self._updated_s = self._monotonic_s()
 
-    def now(self) -> int:
-        """Return the estimated store time."""
-        if self._clock is not None:
-            return self._clock()
+    def _extrapolate(self) -> int:
         if not self._store_ms:
             return wall_ms()
         return self._store_ms + int((self._monotonic_s() - self._updated_s) * 1000)

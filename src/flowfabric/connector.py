@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -13,10 +13,13 @@ import msgspec
 from flowfabric import errors
 from flowfabric.clock import Clock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine_api import EngineAPI
 from flowfabric.ids import Minter
 from flowfabric.settings import Deadlines, Secret, Settings
 from flowfabric.stores.port import Store
+
+if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI
+    from flowfabric.stores.valkey.address import ValkeyAddress
 
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")  # with +cluster for a cluster
 
@@ -71,7 +74,13 @@ async def open_engine(
     except BaseException:
         await store.close()
         raise
-    return Engine(store, settings=settings, minter=minter, schema=schema)
+    engine = Engine(store, settings=settings, minter=minter, schema=schema)
+    try:
+        await engine.refresh_lanes()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
 
 
 async def backup(url: str, target: str | os.PathLike[str]) -> int:
@@ -174,6 +183,13 @@ def open_store(
 def _split(url: str) -> tuple[str, str]:
     scheme, separator, rest = url.partition("://")
     return (scheme, rest) if separator else ("", url)
+
+
+def parse_valkey_url(url: str) -> ValkeyAddress:
+    """Return the address that a URL of Valkey or Redis names."""
+    from flowfabric.stores.valkey.address import parse_url
+
+    return parse_url(url)
 
 
 def parse_postgres_url(url: str) -> tuple[str, bool | None]:

@@ -10,16 +10,17 @@ cycle and are freed by reference counting; scanning them, and everything that is
 from __future__ import annotations
 
 import gc
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
+    import contextvars
 
 T = TypeVar("T")
 
-CANCEL_GRACE_S = 5.0  # for cancelled tasks to finish
+CANCEL_GRACE_S = 5.0  # time in which cancelled tasks may finish
 GC_THRESHOLD = 20_000  # new objects before the garbage collector runs
 
 
@@ -78,8 +79,34 @@ def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
+def start_task(
+    coroutine: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
+) -> asyncio.Task[T]:
+    """Start a task of this library on the running loop.
+
+    It begins with the loop's next turn, also where the application has set a factory of eager tasks: what a task does
+    must not happen before its caller has noted the task.
+    """
+    import asyncio
+
+    return asyncio.Task(coroutine, loop=asyncio.get_running_loop(), name=name, context=context)
+
+
 class IteratorExhausted(Exception):
     """An async iterator has no more items; a future cannot raise `StopAsyncIteration`."""
+
+
+async def finish_tasks(tasks: Collection[asyncio.Task[Any]], grace_s: float) -> int:
+    """Wait for tasks; cancel those that take longer than the grace, and return how many these are."""
+    import asyncio
+
+    if not tasks:
+        return 0
+    _, late = await asyncio.wait(tasks, timeout=grace_s)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return len(late)
 
 
 async def next_item(iterator: Any) -> Any:

@@ -47,7 +47,7 @@ class BackendTag(IntEnum):
         return _TITLES[self]
 
 
-SIGNATURE_BYTES: Final = 32  # of the HMAC that a server appends
+SIGNATURE_BYTES: Final = 32  # length of the HMAC that a server appends
 
 _TITLES: Final = {
     BackendTag.VALKEY: "Valkey",
@@ -86,7 +86,7 @@ class Handle:
 
     backend: Final[BackendTag]
     kind: Final[HandleKind]
-    signature: Final[bytes]  # by the server that issued it; empty for a handle of an engine
+    signature: Final[bytes]  # HMAC of the server that issued it; empty for a handle of an engine
 
     def __init__(self, backend: BackendTag, kind: HandleKind, opaque: bytes, signature: bytes = b"") -> None:
         """Wrap a handle that came from elsewhere; it is decoded only when it is opened."""
@@ -94,7 +94,7 @@ class Handle:
         self.kind = kind
         self.signature = signature
         self._opaque: bytes | None = opaque
-        self._embedded = backend  # until it is decoded
+        self._embedded = backend  # replaced by the encoded tag when it is decoded
         self._fields: HandleFields | None = None
 
     @classmethod

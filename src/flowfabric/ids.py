@@ -7,6 +7,7 @@ to hash it again: an execution stays on the partition where it was created, and 
 from __future__ import annotations
 
 import binascii
+import hashlib
 import os
 import random
 import re
@@ -39,9 +40,8 @@ _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[
 _CANONICAL_EXECUTION = re.compile(
     r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 ).fullmatch  # the common form, with up to 10,000 partitions
-_SHORT_EXECUTION = re.compile(
-    r"(?:(?:\{?fp:)?(?P<partition>[0-9]+)\}?:)?(?P<uuid>[0-9a-fA-F-]*)"
-).fullmatch  # braces are optional, because a shell would need them quoted
+# Braces are optional, because a shell would need them quoted.
+_SHORT_EXECUTION = re.compile(r"(?:(?:\{?fp:)?(?P<partition>[0-9]+)\}?:)?(?P<uuid>[0-9a-fA-F-]*)").fullmatch
 _ANY_UUID = re.compile(r"[0-9a-fA-F]{32}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}").fullmatch
 _WRAPPED_UUID = re.compile(r"urn:uuid:([0-9a-fA-F-]{36})|\{([0-9a-fA-F-]{36})\}").fullmatch
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
@@ -294,6 +294,33 @@ def _solo_partition(lane: LaneId, flow_partitions: int) -> int:
     return crc16(lane.encode()) % flow_partitions
 
 
+def lane_partitions(lane: LaneId, spread: int, counts: PartitionCounts) -> tuple[int, ...]:
+    """Return the partitions of a lane with this spread; those of a smaller spread are among them, in the same order."""
+    return _lane_partitions(lane, counts.flow)[:spread]
+
+
+_SLOTS = 16384  # slots of a Valkey cluster
+
+
+@lru_cache(maxsize=256)
+def _lane_partitions(lane: LaneId, flow_partitions: int) -> tuple[int, ...]:
+    # The partitions form a ring in the order of their slots on a cluster of Valkey. First comes the one of a lane of
+    # spread 1, then the opposite one, then those halfway between: so any number of them is on all nodes evenly.
+    ring = sorted(range(flow_partitions), key=lambda partition: crc16(f"fp:{partition}".encode()) % _SLOTS)
+    start = ring.index(_solo_partition(lane, flow_partitions))
+    bits = (flow_partitions - 1).bit_length()
+    reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) if bits else 0 for number in range(1 << bits))
+    return tuple(ring[(start + step) % flow_partitions] for step in reversed_bits if step < flow_partitions)
+
+
+def key_partition(lane: LaneId, spread: int, counts: PartitionCounts, key: str) -> int:
+    """Return the partition of a run with this idempotency key in a lane with this spread."""
+    if spread == 1:
+        return solo_partition(lane, counts)
+    partitions = lane_partitions(lane, spread, counts)
+    return partitions[hash_number(key) % len(partitions)]
+
+
 def budget_partition(budget_id: BudgetId, counts: PartitionCounts) -> int:
     """Return the partition of a budget. It does not depend on the namespace, so an id and its shared namesake are
     together."""
@@ -426,9 +453,19 @@ def mint_for_flow(flow_id: FlowId, counts: PartitionCounts, minter: Minter) -> E
     return ExecutionId(f"{{fp:{flow_partition(flow_id, counts)}}}:{minter.ordered_uuid()}")
 
 
-def mint_solo(lane: LaneId, counts: PartitionCounts, minter: Minter) -> ExecutionId:
-    """Mint an id for an execution without a flow."""
-    return ExecutionId(f"{{fp:{solo_partition(lane, counts)}}}:{minter.ordered_uuid()}")
+def mint_solo(
+    lane: LaneId, counts: PartitionCounts, minter: Minter, *, spread: int = 1, key: str | None = None
+) -> ExecutionId:
+    """Mint an id for an execution without a flow: on the partition of its key, or on any partition of its lane."""
+    uuid = minter.ordered_uuid()
+    if key:
+        partition = key_partition(lane, spread, counts, key)
+    elif spread == 1:
+        partition = solo_partition(lane, counts)
+    else:
+        partitions = lane_partitions(lane, spread, counts)
+        partition = partitions[int(uuid[-8:], 16) % len(partitions)]  # the random part of the UUID
+    return ExecutionId(f"{{fp:{partition}}}:{uuid}")
 
 
 def execution_id_for_flow(flow_id: FlowId, counts: PartitionCounts, uuid: str) -> ExecutionId:
@@ -451,6 +488,11 @@ def fnv1a_64(data: bytes) -> int:
     for byte in data:
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
     return value
+
+
+def hash_number(text: str) -> int:
+    """Return a well distributed 64-bit number that is the same in every process and release."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8])
 
 
 def scan_jitter(name: str, modulus: int) -> int:

@@ -24,6 +24,7 @@ class Sweeps(msgspec.Struct, frozen=True):
     suspension_timeout_ms: int = 2000
     pending_wp_expiry_ms: int = 5000
     child_ends_ms: int = 2000
+    child_cancels_ms: int = 2000
     feed_trimmer_ms: int = 60_000
     completion_dispatch_ms: int = 1000
     dependency_reconciler_ms: int = 15_000
@@ -35,6 +36,7 @@ class Sweeps(msgspec.Struct, frozen=True):
     budget_reservations_ms: int = 5000
     budget_reconciler_ms: int = 30_000
     quota_reconciler_ms: int = 30_000
+    quota_windows_ms: int = 5000
     unblock_ms: int = 5000
     queue_reconciler_ms: int = 15_000
     worker_registry_ttl_sweep_ms: int = 30_000
@@ -42,11 +44,13 @@ class Sweeps(msgspec.Struct, frozen=True):
     idempotency_keys_ms: int = 60_000
     usage_keys_ms: int = 60_000
     worker_events_ms: int = 60_000
+    bulk_operations_ms: int = 1000
+    schedules_ms: int = 1000
     batch: int = 200
     batches: dict[str, int] = {}  # items per pass of one sweep, where it differs from `batch`
     jitter: float = 0.1  # an interval may be longer by up to this fraction
     namespace: str | None = None  # sweep only over executions of this namespace
-    instance_tag: tuple[str, str] | None = None  # and with this tag
+    instance_tag: tuple[str, str] | None = None  # an execution has to have this tag, too
 
 
 class Secret:
@@ -72,12 +76,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     that still acknowledges what it no longer forwards. Workers keep it below their lease duration.
     """
 
-    connect_s: float = 5.0  # to connect
-    command_s: float = 10.0  # for one statement, or one request beyond its long-poll time
-    keepalives_idle_s: int = 5  # of silence before the first keepalive probe
+    connect_s: float = 5.0  # time for a connection to be established
+    command_s: float = 10.0  # time of one statement, or of one request beyond its long-poll time
+    keepalives_idle_s: int = 5  # silence before the first keepalive probe
     keepalives_interval_s: int = 2  # between two probes
     keepalives_count: int = 3  # unanswered probes that end the connection
-    tcp_user_timeout_ms: int = 8000  # for which sent data may stay unacknowledged
+    tcp_user_timeout_ms: int = 8000  # time for which sent data may stay unacknowledged
 
     def limited(self, command_s: float) -> Deadlines:
         """Return the same deadlines with `command_s` capped."""
@@ -127,9 +131,8 @@ class Settings(msgspec.Struct, frozen=True):
     ageing_ms: dict[str, int] = {}  # by lane: ageing of executions without a policy for it
     sweeps: Sweeps = Sweeps()
     max_concurrent_stream_ops: int = 64
-    feed_retention_ms: int = (
-        7 * 24 * 60 * 60 * 1000
-    )  # how long events are kept; the shortest of all sweeping processes wins
+    # How long events are kept; the shortest time of all sweeping processes wins.
+    feed_retention_ms: int = 7 * 24 * 60 * 60 * 1000
     secret_key: Secret | None = None  # encrypts signing keys at rest; without it they are stored in plain text
     postgres_pool_size: int | None = None  # connections to Postgres; unset is 8
     deadlines: Deadlines = Deadlines()  # a Postgres URL may set its own

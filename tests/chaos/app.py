@@ -30,7 +30,7 @@ class Trace(msgspec.Struct, frozen=True, array_like=True):
 async def order(ctx: Context, number: int, step_s: float) -> int:
     """Run three steps, each of which takes a while and may be the last that its process runs."""
     for name in STEPS:
-        number += await ctx.step(effect(ctx, name, step_s), name=name)
+        number += await ctx.options(name=name).step(effect(ctx, name, step_s))
     return number
 
 

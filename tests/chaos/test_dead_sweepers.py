@@ -15,8 +15,8 @@ import pytest
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.types import FreshWaitpoint, SuspendArgs, TimeoutOnly
-from flowfabric.model.budget import Budget
 from flowfabric.model.deployment import SweepLease
+from flowfabric.model.limits.budget import Budget
 from flowfabric.model.suspension import Suspension
 from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings

@@ -18,7 +18,7 @@ from tests.engine.flows.test_processes import PROCESSES, create_fan_in, start_co
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-TTL_MS = 1500  # of leases whose holder is killed
+TTL_MS = 1500  # TTL of leases whose holder is killed
 
 
 async def test_a_process_that_is_killed_while_it_completes_strands_no_execution(url: str) -> None:

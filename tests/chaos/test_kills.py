@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.killed_workers import TTL_MS, Report, Takeover, run_with_kills
-from tests.conftest import emptied
+from tests.conftest import emptied, emptied_valkey
 
 
 def store_url(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
     if kind == "sqlite":
         return f"sqlite:///{folder}/ff.db"
+    if kind == "valkey":
+        return emptied_valkey()
     return asyncio.run(emptied(request.getfixturevalue("own_database")))
 
 
@@ -25,7 +27,7 @@ def assert_every_takeover_was_in_time(report: Report) -> None:
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres", "valkey"])
 def test_runs_survive_kills(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     url = store_url(kind, request, tmp_path)
 
@@ -36,7 +38,7 @@ def test_runs_survive_kills(kind: str, request: pytest.FixtureRequest, tmp_path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres", "valkey"])
 def test_two_thousand_runs_survive_half_a_minute_of_kills(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

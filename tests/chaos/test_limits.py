@@ -11,7 +11,7 @@ import pytest
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase, OwnershipState, PublicState
 from flowfabric.stores.queries import Read, Scan, Where
 from flowfabric.testing.invariants import check_invariants, scan_all

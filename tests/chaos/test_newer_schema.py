@@ -14,7 +14,7 @@ import asyncpg
 import pytest
 
 from tests.chaos.test_sweepers import wait_until
-from tests.cli.test_serve import FF, get_json
+from tests.cli.servers.test_serve import FF, get_json
 from tests.client.server_thread import free_port
 from tests.engine.operations.test_schema_versions import BREAKING, SILENT, Database, database
 

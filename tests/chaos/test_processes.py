@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 async def rows_and_outcomes(engine: Engine) -> tuple[list[Execution], Counter[str]]:
     """Return every execution, and how many completion events each has."""
     rows: list[Execution] = await scan_all(engine.store, Execution)
-    told: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     submit_until = await engine.subscribe_completion(FROM_THE_START)
     while news := await submit_until.next(timeout_s=0):
-        told[news.execution_id] += 1
-    return rows, told
+        outcomes[news.execution_id] += 1
+    return rows, outcomes
 
 
 def ids(workers: list[WorkerProcess], event: str) -> Counter[str]:
@@ -43,10 +43,10 @@ async def run_four_processes(url: str, count: int) -> None:
 
         assert codes == [0, 0, 0, 0], "".join(workers[0].errors)
         assert [worker.errors for worker in workers] == [[], [], [], []]  # No process met a lock or any other error.
-        rows, told = await rows_and_outcomes(engine)
+        rows, outcomes = await rows_and_outcomes(engine)
         submitted = ids(workers, "submitted")
         assert len(rows) == len(submitted) == count
-        assert ids(workers, "completed") == told == submitted
+        assert ids(workers, "completed") == outcomes == submitted
         assert all(row.public_state is PublicState.COMPLETED and row.lease_epoch == 1 for row in rows)
         assert sum(bool(worker.lines("completed")) for worker in workers) > 1
         await check_invariants(engine)
@@ -74,11 +74,11 @@ async def kill_workers(url: str, deaths: int) -> None:
             for row in await scan_all(engine.store, Execution):
                 assert await engine.await_end(row.execution_id, max_wait_ms=60_000)
 
-        rows, told = await rows_and_outcomes(engine)
-        assert told == dict.fromkeys((row.execution_id for row in rows), 1)
+        rows, outcomes = await rows_and_outcomes(engine)
+        assert outcomes == dict.fromkeys((row.execution_id for row in rows), 1)
         assert all(row.public_state is PublicState.COMPLETED for row in rows)
         completed = ids([*steady, *dead], "completed")
-        assert completed.keys() <= told.keys()
+        assert completed.keys() <= outcomes.keys()
         assert set(completed.values()) == {1}
         assert any(row.attempt_type is AttemptType.RECLAIM for row in rows)  # by ordinary claims: there is no sweeper
         assert all(row.lease_epoch == row.lease_reclaim_count + 1 for row in rows)

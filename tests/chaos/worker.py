@@ -88,7 +88,10 @@ async def finish(engine: Engine, claimed: Claimed) -> None:
 
 async def is_anything_left(engine: Engine) -> bool:
     for state in UNFINISHED:
-        if (await engine.search_executions(public_state=state, limit=1)).executions:
+        page = await engine.search_executions(public_state=state, limit=1)
+        while not page.executions and page.next_cursor is not None:
+            page = await engine.search_executions(public_state=state, limit=1, cursor=page.next_cursor)
+        if page.executions:
             return True
     return False
 

@@ -19,11 +19,16 @@ def ff(tmp_path: Path) -> Terminal:
     return terminal
 
 
-@pytest.fixture(params=["store", "server"])
+@pytest.fixture(params=["store", "server", "valkey"])
 def ff_or_server(ff: Terminal, request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    """The terminal of `ff`, or one on a server in front of its store."""
-    if request.param == "store":
-        yield ff
-    else:
-        with run_server(ff.store) as server:
-            yield Terminal(server.url, ff.store)
+    """The terminal of `ff`, one on a server in front of its store, or one on Valkey."""
+    match request.param:
+        case "store":
+            yield ff
+        case "server":
+            with run_server(ff.store) as server:
+                yield Terminal(server.url, ff.store)
+        case _:
+            terminal = Terminal(request.getfixturevalue("valkey_url"))
+            terminal.stdout("migrate")
+            yield terminal

@@ -91,6 +91,7 @@ def test_a_new_key_signs_and_the_previous_one_still_verifies(ff: Terminal) -> No
 
     known = ff.engine(kids)
     assert (known.current_kid, [one.kid for one in known.verifying]) == ("k2", ["k1"])
+    assert "k2 signs; tokens of 1 other key are still valid" in ff.stdout("doctor")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,11 @@ def test_ls_filters_and_paginates(ff: Terminal) -> None:
         seen += [one["execution_id"] for one in page["executions"]]
         page = ff.document("ls", "--limit", "1", "--cursor", page["next_cursor"])
     seen += [one["execution_id"] for one in page["executions"]]
-    assert seen == sorted(mail | {other})
+    assert seen[0] == other
+    assert set(seen[1:]) == mail
+    assert ids("--task", "task") == mail | {other}
+    assert ids("--where", "lane=mail tag=tenant.name=acme", "--where", "state=waiting,failed since=1h") == mail
+    assert ids("--since", "2026-01-01", "--where", "before=1h") == set()
 
 
 def test_ls_and_show_print_tables(ff: Terminal) -> None:
@@ -127,6 +131,38 @@ def test_ls_and_show_print_tables(ff: Terminal) -> None:
     assert re.search(r"acquired +1 +w-1", shown)
     assert re.search(r"released +1 +w-1 +failed_retry_scheduled", shown)
     assert f"ff ls --cursor '{execution}'" not in listed
+
+
+def test_ls_shows_the_first_line_of_a_failure(ff: Terminal) -> None:
+    execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 0}}', "--payload", "what it was given")
+
+    async def fail_once(engine: Engine) -> None:
+        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
+        assert claimed is not None
+        await engine.fail(claimed.handle, reason="ValueError: no stock\nTraceback (most recent call last)")
+
+    ff.engine(fail_once)
+    listed, shown = ff.stdout("ls", "--state", "failed"), ff.stdout("show", execution)
+
+    assert "ValueError: no stock" in listed
+    assert "Traceback" not in listed
+    assert "what it was given" in shown
+
+
+def test_a_filter_is_cancelled_after_a_preview(ff: Terminal) -> None:
+    mail = [ff.submit("--lane", "mail") for _ in range(3)]
+    other = ff.submit("--lane", "print")
+
+    preview = ff.document("cancel", "--where", "lane=mail", "--dry-run")
+    refused = ff.refuses("cancel", "--where", "lane=mail")
+    done = ff.document("cancel", "--where", "lane=mail", "--yes", "--reason", "wrong price")
+    again = ff.document("replay", "--where", "lane=mail", "--yes", "--most", "2")
+
+    assert (preview["count"], {one["execution_id"] for one in preview["sample"]}) == (3, set(mail))
+    assert "pass --yes" in refused
+    assert (done["changed"], done["state"], done["reason"]) == (3, "completed", "wrong price")
+    assert again["changed"] == 2
+    assert ff.document("show", other)["execution"]["public_state"] == "waiting"
 
 
 def test_show_prints_a_result_as_text_or_its_size(ff: Terminal) -> None:
@@ -164,10 +200,10 @@ def test_doctor_reports_a_healthy_store(ff: Terminal) -> None:
 
     assert report["healthy"]
     assert [check["check"] for check in report["checks"]] == [
-        *("store", "schema", "latency", "clock", "queues", "keystore")
+        *("store", "schema", "latency", "clock", "queues", "held", "keystore")
     ]
     assert "no signing key yet" in report["checks"][-1]["says"]
-    assert ff.stdout("doctor").count("✓") == 6
+    assert ff.stdout("doctor").count("✓") == 7
 
 
 def test_doctor_names_the_signing_key(ff: Terminal) -> None:
@@ -237,8 +273,10 @@ def test_help_lists_the_commands_and_imports_neither_engine_nor_rich() -> None:
     assert output.splitlines()[-1] == "set()"
     commands = re.findall(r"^  (\w+)  ", output.partition("Commands:")[2], re.MULTILINE)
     assert commands == [
-        *("version", "migrate", "doctor", "backup", "ls", "show", "cancel", "replay", "submit", "result"),
-        *("explain", "tail", "signal", "approvals", "workers", "budgets", "worker", "serve", "demo", "admin", "bench"),
+        *("version", "migrate", "doctor", "backup", "ls", "show", "find", "cancel", "replay"),
+        *("release", "unpin", "patches", "priority", "submit", "result", "explain", "tail", "signal", "approvals"),
+        *("send", "facts", "workers", "lanes", "budgets", "worker", "serve", "dev", "ui", "demo", "admin", "bench"),
+        "schedules",
     ]
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,24 @@ def test_the_demo_prints_its_claims_as_json(tmp_path: Path) -> None:
     assert len(claims) == len(document["claims"]) == len(HELD)
     assert all(re.match(claim, output) for claim, output in zip(HELD, claims, strict=True))
     assert "gets SIGKILL at" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_a_console_on_what_it_did(tmp_path: Path) -> None:
+    demo = [sys.executable, "-m", "flowfabric.cli", "demo", "--ui"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    with subprocess.Popen(demo, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as running:
+        assert running.stdout is not None
+        try:
+            link = next(found[1] for line in running.stdout if (found := re.search(r"the console is at (\S+)", line)))
+            with urllib.request.urlopen(f"{link}/runs.json", timeout=30) as answer:
+                runs = json.load(answer)["runs"]
+        finally:
+            running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 0
+    assert len([run for run in runs if run["state"] == "completed"]) >= len(ORDERS)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_demo_without_retry_and_takeover_fails_its_checks(capsys: pytest.CaptureFixture[str]) -> None:

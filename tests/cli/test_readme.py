@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.docs.pages import blocks
 from tests.postgres_install import ROOT
 
@@ -31,12 +33,15 @@ def test_the_python_of_the_readme_runs_in_the_tests() -> None:
     assert f"<!-- durable:begin -->\n```python\n{block.code}```\n<!-- durable:end -->" in README.read_text()
 
 
-def test_the_commands_of_the_readme_work_as_written(tmp_path: Path) -> None:
-    """The app and `ff` use the same store by default."""
+@pytest.mark.parametrize("store", ["sqlite", "valkey"])
+def test_the_commands_of_the_readme_work_as_written(store: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """The app and `ff` use the same store by default, and that of `FLOWFABRIC_URL` if it is set."""
     [block] = blocks(README)
     (tmp_path / "shop.py").write_text(block.code)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC_"))}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    if store == "valkey":
+        environ["FLOWFABRIC_URL"] = request.getfixturevalue("valkey_url")
 
     def ff(*arguments: str) -> str:
         command = [sys.executable, "-m", "flowfabric.cli", *arguments]
@@ -65,7 +70,7 @@ def test_the_commands_of_the_readme_work_as_written(tmp_path: Path) -> None:
     finally:
         worker.terminate()
         worker.wait(60)
-    assert sorted(path.name for path in tmp_path.glob("*.db")) == ["flowfabric.db"]
+    assert [path.name for path in tmp_path.glob("*.db")] == (["flowfabric.db"] if store == "sqlite" else [])
 
 
 def test_the_commands_named_in_the_readme_exist() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from flowfabric.cli.commands.worker import status_text
 from flowfabric.cli.status import CLEAR, StatusLine
-from flowfabric.cli.worker import status_text
 from tests.cli.pseudo_terminal import on_terminal
 from tests.cli.terminal import Terminal
 

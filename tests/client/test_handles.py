@@ -13,7 +13,7 @@ from flowfabric import Context, Fabric, connect, errors
 from flowfabric.client import RemoteEngine
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.model.states import PublicState
 from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.server import ServerSettings, create_app
@@ -58,7 +58,7 @@ async def test_a_server_refuses_the_unsigned_handle_of_an_engine(engine: Engine,
     assert held is not None
 
     assert held.handle.signature == b""
-    with pytest.raises(errors.Corruption, match="not one of ours"):
+    with pytest.raises(errors.Corruption, match="not a handle of this system"):
         await client.complete(held.handle)
     await engine.complete(held.handle)
 

@@ -71,10 +71,10 @@ async def test_a_server_that_is_killed_repeatedly_neither_loses_nor_repeats_a_ru
 
         @app.task(name="add")
         async def add(ctx: Context, n: int) -> int:
-            first = await ctx.step(lambda: n * 10, name="first")
+            first = await ctx.options(name="first").step(lambda: n * 10)
             await ctx.stream("out").write(f"{n};")
             await asyncio.sleep(0.05)
-            second = await ctx.step(lambda: 1, name="second")
+            second = await ctx.options(name="second").step(lambda: 1)
             done.add(n)
             return first + second
 

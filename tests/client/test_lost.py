@@ -13,8 +13,16 @@ from flowfabric import errors
 from flowfabric.client import RemoteEngine, results
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.durable import OpenedGate, ParkResult
-from flowfabric.engine.types import CreateExecution, GateArgs, MessageArgs
-from flowfabric.engine_api import EngineAPI
+from flowfabric.engine.types import (
+    BATCH_MAILBOX,
+    CreateExecution,
+    GateArgs,
+    KeyMode,
+    KeyPolicy,
+    KeyUntil,
+    MessageArgs,
+)
+from flowfabric.engine_protocol import EngineAPI
 from flowfabric.model.answers.execution import Claimed, Created, Duplicate, RetryScheduled
 from flowfabric.model.gate import GateKind
 from flowfabric.server import App, ServerSettings, create_app
@@ -188,6 +196,39 @@ async def test_a_park_whose_reply_is_lost_parks_once(
     [again] = await remote.claim_from_lanes(["default"], 1, **WORKER, max_wait_ms=1000)
     waits = await remote.read_waits(again.execution_id)
     assert (again.attempt_index, waits.memos["mail#0"].payload, waits.open) == (0, b"1", {})
+
+
+async def test_asks_and_messages_with_a_key_are_sent_once_although_the_server_forgot(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
+) -> None:
+    work = await claimed(remote)
+    wire.lost, wire.restarts = {"/asks": 1, "/messages": 1}, True
+
+    def message(**fields: Any) -> MessageArgs:
+        return MessageArgs(
+            execution_id=work.execution_id, mailbox="mail", message_id=remote.minter.uuid(), payload=b"1", **fields
+        )
+
+    asked = await remote.ask(message())
+    await remote.send_message(message(idempotency_key="k"))
+
+    assert (await engine.read_reply(work.execution_id, asked.message_id)).state == "open"
+    described = await engine.describe_execution(work.execution_id)
+    assert described is not None
+    assert described.unread == {"mail": 2}
+
+
+async def test_the_first_input_of_a_batch_keeps_its_place_although_the_server_forgot(
+    remote: RemoteEngine, wire: LossyTransport, engine: Engine
+) -> None:
+    wire.lost, wire.restarts = {"/k": 1}, True
+    policy = KeyPolicy(mode=KeyMode.BATCH, until=KeyUntil.STARTED, wait_ms=60_000, most=3)
+    item = MessageArgs(execution_id="", mailbox=BATCH_MAILBOX, message_id=remote.minter.uuid(), payload=b"1")
+
+    submitted = await remote.start_by_key(create_request(remote, idempotency_key="t|k"), policy, message=item)
+
+    assert submitted.item == 0
+    assert await count(engine) == 1
 
 
 async def test_a_park_that_is_refused_at_the_first_request_is_an_error(remote: RemoteEngine, engine: Engine) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric import Budget, Context, Fabric, Limit, errors
 from flowfabric.connector import open_engine
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.run import OutputFrame
 from flowfabric.sdk.worker.worker import Worker
@@ -52,7 +52,7 @@ def define_double(app: Fabric) -> Fabric:
     @app.task(name="double")
     async def double(ctx: Context, n: int) -> int:
         await ctx.stream("out").write(str(n))
-        return await ctx.step(lambda: n * 2, name="twice")
+        return await ctx.options(name="twice").step(lambda: n * 2)
 
     return app
 
@@ -166,7 +166,7 @@ async def test_budgets_and_limits_are_declared_by_an_operator_and_used_by_others
         async def spend(ctx: Context) -> None:
             await ctx.spend(budget, calls=1)
             async with ctx.reserve(budget, calls=2) as reserved:
-                reserved.spend(calls=1)
+                await reserved.spend(calls=1)
 
         return app
 
@@ -190,7 +190,7 @@ async def test_budgets_and_limits_are_declared_by_an_operator_and_used_by_others
 
 
 async def test_a_refused_connection_is_reported_soon(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.1)
+    monkeypatch.setattr("flowfabric.client.lanes.CONNECT_RETRY_FOR_S", 0.1)
     with pytest.raises(errors.StoreUnavailable, match="server: "):
         await Fabric(ServerThread(store_url).url).engine()
 
@@ -201,11 +201,11 @@ async def test_a_run_continues_over_a_restart_of_the_server(server: ServerThread
 
     @app.task
     async def long(ctx: Context) -> list[str]:
-        steps = [await ctx.step(lambda: "before", name="before")]
+        steps = [await ctx.options(name="before").step(lambda: "before")]
         begun.set()
         await go_on.wait()
         await ctx.stream("out").write("after")
-        return [*steps, await ctx.step(lambda: "after", name="after"), str(ctx.attempt)]
+        return [*steps, await ctx.options(name="after").step(lambda: "after"), str(ctx.attempt)]
 
     async with app, running_worker(app, lease_ttl="20s"):
         run = await long.submit()

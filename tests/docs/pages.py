@@ -5,6 +5,8 @@ the lines below it are its output, where `…` matches anything. All commands of
 Comments of the form `<!-- sh: … -->` are commands that a reader does not need, such as waiting for a process.
 
 Other Python blocks, and comments of the form `<!-- run … -->`, run in order as one module, in one event loop.
+
+Blocks marked `py` are code of other systems, which is shown and not executed.
 """
 
 from __future__ import annotations

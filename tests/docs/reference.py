@@ -21,19 +21,46 @@ PAGE = ROOT / "docs" / "reference.md"
 WIDTH = 100
 
 SECTIONS: dict[str, list[str]] = {
-    "Applications": ["Fabric", "Task", "Run", "Worker", "Reset", "connect", "Settings", "Deadlines"],
-    "Inside a task": ["Context", "current", "RetryAfter", "Fatal", "Approval", "Votes", "Output", "Reservation"],
-    "Ways of a task": ["Retry", "Budget", "Limit"],
+    "Applications": ["Fabric", "Task", "Run", "Keyed", "Worker", "Reset", "connect", "Settings", "Deadlines"],
+    "Inside a task": [
+        "Context",
+        "current",
+        "step",
+        "RetryAfter",
+        "Fatal",
+        "Won",
+        "Inbox",
+        "Message",
+        "Approval",
+        "Votes",
+        "Output",
+        "Reservation",
+    ],
+    "Ways of a task": ["Retry", "Key", "Budget", "Limit"],
+    "Schedules": ["Calendar", "ScheduleHandle"],
     "Flows and joins": ["Flow", "FlowRun", "AllOf", "AnyOf", "Quorum"],
-    "How runs end": ["RunEnded", "RunFailed", "RunCancelled", "RunExpired", "RunSkipped", "BudgetExceeded"],
-    "Errors": ["FabricError", "InvalidInput", "StoreUnavailable", "NonDeterministic"],
+    "How runs end": [
+        "RunEnded",
+        "RunFailed",
+        "StepFailed",
+        "StepTimeout",
+        "StepInterrupted",
+        "RunCancelled",
+        "RunExpired",
+        "RunSkipped",
+        "BudgetExceeded",
+        "Refused",
+        "NotAnswered",
+    ],
+    "Errors": ["FabricError", "InvalidInput", "KeyTaken", "StoreUnavailable", "NonDeterministic"],
     "Underneath": ["Engine", "CreateExecution", "Fence", "Handle", "HandleKind"],
 }
-NOT_CONSTRUCTED = {"Task", "Run", "Context", "Flow", "FlowRun", "Approval", "Votes", "Output", "Reservation", "Engine"}
+NOT_CONSTRUCTED = {"Task", "Run", "Keyed", "Context", "Flow", "FlowRun", "Inbox", "Message", "Approval", "Votes"}
+NOT_CONSTRUCTED |= {"Output", "Reservation", "Engine", "ScheduleHandle"}
 # Used between modules of the library, not by applications.
 INTERNAL = {
     "Fabric": {"bind", "unbind", "declare", "declare_limits", "declare_budget", "portal", "stop_own_loop"},
-    "Task": {"with_context", "build_create", "resolve_limits"},
+    "Task": {"with_context", "build_create", "resolve_limits", "start_at", "submit_keyed", "check_result", "is_batch"},
     "Context": {
         "find_step",
         "record_step_result",
@@ -45,11 +72,12 @@ INTERNAL = {
         "handle",
         "is_parked",
     }
-    | {"may_park", "close", "flush_quietly"},
+    | {"may_park", "close", "flush_quietly", "declared_inbox", "origin", "open_reservations"},
+    "Key": {"check", "resolve"},
     "Run": {"timeout_error"},
     "Worker": {"simulate_kill", "stop_renewing"},
     "World": {"engine_for_app"},
-    "Retry": {"policy"},
+    "Retry": {"policy", "covers", "backoff_ms"},
     "Budget": {"amounts", "stored_dimension", "display_amounts", "declare"},
     "Limit": {"declare"},
     "AllOf": {"required_successes", "policy"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from flowfabric import CreateExecution, Engine, FabricError, Handle
@@ -175,7 +174,7 @@ OPERATIONS: dict[str, Operation] = {
     "there is room": lambda life: life.engine.unblock_execution(life.id),
     "its time has come": promote,
     "its deadline passes": expire,
-    "nobody signals in time": time_out,
+    "no signal in time": time_out,
     "its worker dies and another claims": take_over,
     "what it depends on succeeds": lambda life: _end_upstream(life, success=True),
     "what it depends on fails": lambda life: _end_upstream(life, success=False),
@@ -235,9 +234,9 @@ def _order(arrow: tuple[str, str, list[str]]) -> tuple[bool, str, str]:
     return arrow[0] != "[*]", arrow[0], arrow[1]
 
 
-def stored_diagram(page: Path = PAGE) -> str:
+def stored_diagram() -> str:
     """Return the diagram in the page."""
-    return page.read_text().partition(BEGIN)[2].partition(END)[0]
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
 def main() -> None:

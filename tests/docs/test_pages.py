@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -34,6 +35,18 @@ async def test_the_code_of_a_page_runs(
     expected = [line for block in found for line in re.findall(r"print\(.*?\)\s+# (.*)", block.code)]
     printed = iter(capsys.readouterr().out.splitlines())
     assert [line for line in expected if line not in printed] == [], "not printed, or not in this order"
+
+
+@pytest.mark.parametrize("system", ["Temporal", "DBOS", "Celery", "Inngest"])
+def test_a_program_of_another_system_is_followed_by_ours(system: str) -> None:
+    text = (DOCS / "coming-from.md").read_text()
+    section = text.split(f"\n## {system}\n")[1].split("\n## ")[0]
+    programs = re.findall(r"^```(\w+)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+
+    assert [language for language, _ in programs] == ["py", "python"] * (len(programs) // 2)
+    assert len(programs) >= 6
+    for _, code in programs:
+        compile(code, "coming-from.md", "exec", flags=ast.PyCF_ONLY_AST)
 
 
 async def test_the_state_diagram_matches_the_rules() -> None:

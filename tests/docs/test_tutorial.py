@@ -16,11 +16,17 @@ from tests.postgres_install import ROOT
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("store", ["sqlite", "valkey"])
+def test_the_commands_of_the_tutorial_print_what_it_shows(
+    store: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     session = commands(blocks(ROOT / "docs" / "tutorial.md"))
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FF_", "FLOWFABRIC"))}
     path = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
     environ |= {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    if store == "valkey":
+        environ["FLOWFABRIC_URL"] = request.getfixturevalue("valkey_url")
 
     with (tmp_path / "stdout").open("w+") as stdout, (tmp_path / "stderr").open("w+") as stderr:
         shell = subprocess.Popen(
@@ -33,7 +39,7 @@ def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> Non
             start_new_session=True,
         )
         try:
-            shell.wait(100)
+            shell.wait(280)
         finally:
             with suppress(ProcessLookupError):  # processes that it has left running
                 os.killpg(shell.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,16 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.stores.port import Store
 from tests.engine.flow_harness import FlowHarness
+
+# Arguments are refused before a store is asked, so these run on Valkey in `./dev soak` only.
+REFUSALS = ("test_invalid_arguments", "test_invalid_limits_arguments", "test_invalid_flow_arguments")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and "valkey" in item.name.partition("[")[2] and item.path.stem in REFUSALS:
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture

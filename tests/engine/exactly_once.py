@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.budget import UsageKey
+from flowfabric.model.limits.budget import UsageKey
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from tests.engine.lossy_store import Loss, LossyStore

@@ -14,7 +14,7 @@ from flowfabric.model.flow import CompletionDispatch, Dependency, EdgeGroup
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read, Scan
-from flowfabric.testing.faults import FlakyStore
+from flowfabric.testing.flaky_store import FlakyStore
 
 LANE = "default"
 FIRST_OF_ALL = {"kind": "quorum", "k": 1, "on_satisfied": "cancel_remaining"}

@@ -29,6 +29,19 @@ EXECUTION_ID: list[Any] = [
     *("{fp:1}:" + UUID + "\0", "{fp:1}:\ud800", "{b:1}:" + UUID, " {fp:1}:" + UUID, "{fp:1}:" + UUID + "\n"),
     "{fp:1}:" + "1" * MAX_TEXT_BYTES,
 ]
+SEARCH_CURSOR: list[Any] = [
+    5,
+    b"1/x",
+    [],
+    "",
+    "5",
+    "x/{fp:1}:" + UUID,
+    "-1/{fp:1}:" + UUID,
+    "5/{fp:1}",
+    "9" * 16 + "/{fp:1}:" + UUID,
+]
+BULK_VERB: list[Any] = [None, 5, "", "purge", b"cancel", ["cancel"]]
+CRITERIA: list[Any] = [None, 5, "kind", ["kind"], {"color": "a"}, {"kind": 5}, {"public_state": "x"}, {5: "a"}]
 LANE: list[Any] = [None, 5, True, b"default", [], "", "x" * 65, "a\tb", "é", "nul\0", "\ud800"]
 WORKER: list[Any] = [None, 5, True, b"wa", [], "", "x" * 257, "a b", "a\tb", "nul\0", "\ud800", "a\u2003b"]
 A_UUID: list[Any] = [5, True, b"x", [], "", "not-a-uuid", UUID + "0", "nul\0", "\ud800"]
@@ -155,7 +168,7 @@ creation: dict[str, Any] = {
 BY_ID_ONLY = (
     *("replay_execution", "promote_delayed", "mark_lease_expired_if_due", "purge_execution"),
     *("describe_execution", "read_execution_info", "read_execution_state", "read_state_vector"),
-    *("get_execution_result", "read_execution_context", "read_current_attempt_index"),
+    *("get_execution_result", "read_execution_context", "read_input", "read_spending", "read_current_attempt_index"),
     *("read_total_attempt_count", "read_progress", "get_execution_namespace"),
     *("attempt_history", "lease_history"),
 )
@@ -179,7 +192,12 @@ OPERATIONS: dict[str, OperationCase] = {
     "renew_many": OperationCase({"handles": [], "lease_ttl_ms": None}, {"handles": [None, 5, "handles", b"x"]}),
     "progress": OperationCase(
         {"handle": Placeholder.HANDLE, "pct": None, "message": None},
-        {"handle": Placeholder.NO_HANDLES, "pct": [*COUNT[1:], 101], "message": TEXT},
+        {
+            "handle": Placeholder.NO_HANDLES,
+            "pct": [*COUNT[1:], 101],
+            "message": TEXT,
+            "counts": [5, "counts", {5: 1}, {"": -1}, {"": "1"}],
+        },
     ),
     "set_tags": OperationCase(
         {"handle": Placeholder.HANDLE, "pairs": {"ff.show": "c"}},
@@ -337,18 +355,91 @@ OPERATIONS: dict[str, OperationCase] = {
         {"limit": 5},
         {
             "namespace": TEXT,
+            "namespaces": ["n1", 5, [5], [None], ["nul\0"]],
+            "kind": TEXT,
             "lane_id": LANE[1:],
-            "public_state": ["", "asleep", 5, [], b"waiting"],
+            "public_state": ["", "asleep", 5, [], b"waiting", ["waiting", "asleep"], [None]],
             "flow_id": A_UUID,
+            "parent_id": EXECUTION_ID[1:],
+            "worker_instance_id": WORKER[1:],
+            "error": [*TEXT, "x" * 1025],
             "created_from": an_instant,
             "created_before": an_instant,
             "tag": PAIR,
-            "cursor": EXECUTION_ID[1:],
+            "cursor": SEARCH_CURSOR,
             "limit": COUNT,
         },
     ),
+    "list_children": OperationCase(by_id, {**bad_id, "cursor": SEARCH_CURSOR, "limit": COUNT}),
+    "replay_life": OperationCase({**by_id, "life": None}, {**bad_id, "life": COUNT[1:]}),
+    "preview_operation": OperationCase(
+        {"verb": "cancel", "criteria": {"kind": "a"}}, {"verb": BULK_VERB, "criteria": CRITERIA}
+    ),
+    "start_operation": OperationCase(
+        {"verb": "cancel", "criteria": {"kind": "a"}, "reason": "x"},
+        {
+            "verb": [*BULK_VERB, "priority"],
+            "criteria": [*CRITERIA, {}],
+            "reason": [*REQUIRED, *TEXT, "", " "],
+            "ceiling": [*COUNT, 0, 10**6 + 1],
+            "priority": [True, 1.5, "7", 5],
+            "requested_by": [*REQUIRED, *NAME],
+            "operation_id": A_UUID,
+        },
+    ),
+    "read_operation": OperationCase({"operation_id": UUID}, {"operation_id": [*REQUIRED, *A_UUID]}),
+    "cancel_operation": OperationCase({"operation_id": UUID}, {"operation_id": [*REQUIRED, *A_UUID]}),
+    "list_operations": OperationCase({"limit": 5}, {"cursor": [*SEARCH_CURSOR, "5/x"], "limit": [*COUNT, 0, 1001]}),
+    "read_levels": OperationCase({}, {}),
+    "list_worker_executions": OperationCase(
+        {"worker_instance_id": "wa-1"},
+        {"worker_instance_id": WORKER, "namespaces": [5, [5], ["nul\0"]], "limit": [*COUNT, 0, 1001]},
+    ),
+    "list_spenders": OperationCase(
+        {"budget_id": UUID},
+        {
+            "budget_id": [*REQUIRED, *A_UUID],
+            "namespace": [*REQUIRED, *NAME],
+            "cursor": EXECUTION_ID[1:],
+            "limit": [*COUNT, 0],
+        },
+    ),
+    "list_quotas": OperationCase(
+        {"limit": 5}, {"namespace": [*REQUIRED, *NAME], "cursor": A_UUID, "limit": [*COUNT, 0]}
+    ),
+    "list_events": OperationCase(
+        {"limit": 5},
+        {
+            "topics": [None, 5, "lease", [], ["x"], [None]],
+            "namespaces": [5, [5], ["nul\0"]],
+            "before": COUNT[1:],
+            "limit": [*COUNT, 0, 501],
+        },
+    ),
+    "search_flows": OperationCase(
+        {"limit": 5},
+        {"namespace": TEXT, "namespaces": [5, [5], ["nul\0"]], "cursor": [*SEARCH_CURSOR, "5/x"], "limit": COUNT},
+    ),
+    "list_approvals": OperationCase(
+        {"limit": 5},
+        {
+            "execution_id": EXECUTION_ID[1:],
+            "namespace": TEXT,
+            "namespaces": [5, [5], ["nul\0"]],
+            "cursor": SEARCH_CURSOR,
+            "limit": COUNT,
+        },
+    ),
+    "read_flow_graph": OperationCase(
+        {"flow_id": UUID},
+        {"flow_id": [*REQUIRED, *A_UUID]},
+    ),
     "find_executions": OperationCase(
         {"prefix": "0"}, {"prefix": [*REQUIRED, "", "x", *NOT_TEXT], "namespaces": [5, "n", [5]], "limit": [*COUNT, 0]}
+    ),
+    "read_lane": OperationCase({"lane_id": "default"}, {"lane_id": LANE}),
+    "set_lane_spread": OperationCase(
+        {"lane_id": "default", "spread": 1}, {"lane_id": LANE, "spread": [*COUNT, 0, 257]}
     ),
     "list_lanes": OperationCase({"limit": 5}, {"cursor": LANE[1:], "limit": COUNT}),
     "list_expired_leases": OperationCase(

@@ -55,7 +55,7 @@ class Copy:
         """Run tests in the copy until one fails; return the exit code and the output of pytest."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", selection]
         paths = os.pathsep.join([str(self._root / "src"), str(self._root)])
-        # Without compiled files: the interpreter cannot tell apart two versions of a file of the same second.
+        # Without compiled files: the interpreter cannot distinguish two versions of a file of the same second.
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             command, cwd=self._root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S

@@ -13,11 +13,60 @@ LAPSED = (
 
 ENGINE = (
     Fault(
+        "an error after a lost reply says that nothing was written",
+        "engine/runtime/runtime.py",
+        "if unknown and not away.in_doubt:",
+        "if False:",
+        "tests/engine/runtime/test_unknown_outcomes.py",
+    ),
+    Fault(
+        "an error after a lost reply to a change of an aggregate says that nothing was written",
+        "engine/runtime/root_queue.py",
+        "if unknown and not away.in_doubt:",
+        "if False:",
+        "tests/engine/runtime/test_unknown_outcomes.py",
+    ),
+    Fault(
         "a report that arrives late is counted again",
         "engine/runtime/root_queue.py",
         "unknown.append((change, answers))",
         "pass",
         "tests/engine/limits/test_lost_replies.py::test_a_limits_operation_that_was_lost_once_takes_effect_once",
+    ),
+    Fault(
+        "a window is read from too late an instant",
+        "engine/limits/quota_slots.py",
+        "now - ask.window_ms, ask.rate_limit)",
+        "now - ask.window_ms // 2, ask.rate_limit)",
+        "tests/scenarios/limits/test_quotas.py::test_the_rate_limit_is_a_sliding_window",
+    ),
+    Fault(
+        "expired reservations are not loaded, and count for ever",
+        "engine/limits/aggregates.py",
+        "if reservation.may_have_expired(state, now) else ()",
+        "if state.root is None else ()",
+        "tests/scenarios/limits/test_reservations.py::test_after_a_settlement_the_next_reservation_still_expires",
+    ),
+    Fault(
+        "usage is drawn from a reservation that is not loaded",
+        "engine/operations/limits.py",
+        "wanted.append(Read(BudgetReservation, (*budget, reservation_id)))",
+        "pass",
+        "tests/engine/limits/test_reservation_model.py::test_decisions_on_the_rows_they_name_agree_with_a_model",
+    ),
+    Fault(
+        "the slots of a quota are not loaded with it for readers",
+        "engine/operations/overview.py",
+        "load(keys, {key: (Read(QuotaSlot, key),) for key in keys})",
+        "load(keys)",
+        "tests/scenarios/scheduling/test_overview.py::test_quotas_show_their_window_and_holders",
+    ),
+    Fault(
+        "the sweep deletes a request that was moved meanwhile",
+        "rules/limits/quota.py",
+        "if entry is None or entry.expires_at > now:",
+        "if entry is None:",
+        "tests/scenarios/limits/test_quotas.py::test_a_request_that_moves_while_it_is_swept_stays",
     ),
     Fault(
         "executions that need too much of a budget keep others blocked",
@@ -28,7 +77,7 @@ ENGINE = (
     ),
     Fault(
         "a claim filter is not applied to suspensions",
-        "engine/sweeps/suspensions.py",
+        "engine/sweeps/catalog.py",
         'row=Suspension, owner="execution_id")',
         "row=Suspension)",
         "tests/scenarios/scheduling/test_claim_filters.py",
@@ -43,8 +92,8 @@ ENGINE = (
     Fault(
         "a lane is listed although nothing was created on it",
         "engine/operations/create.py",
-        "    assume_absent = assume_absent and runtime.knows_lane(ask.lane_id)\n",
-        "",
+        "        is_absent = assume_absent and runtime.knows_lane(ask.lane_id)\n",
+        "        is_absent = assume_absent\n",
         "tests/scenarios/execution/test_create.py",
     ),
     Fault(
@@ -81,6 +130,13 @@ ENGINE = (
         "if self.runtime.store.executes_in_order or len(orders) > 1:",
         "if self.runtime.store.executes_in_order:",
         "tests/engine/claiming/test_commit_and_claim.py",
+    ),
+    Fault(
+        "a worker claims in parts, but only after its completions",
+        "engine/claiming/poller.py",
+        "if store.executes_in_order and not (store.claim_parts > 1 and self._found_many):",
+        "if store.executes_in_order:",
+        "tests/engine/claiming/test_claim_after_completion.py",
     ),
     Fault(
         "a lane whose work is all claimed with commits is never scanned",
@@ -159,5 +215,33 @@ ENGINE = (
         "                pass\n",
         "tests/engine/flows/test_process_deaths.py"
         "::test_members_that_are_claimed_just_before_their_cancel_are_cancelled_too",
+    ),
+    Fault(
+        "a bulk replay starts two lives after a crash",
+        "engine/operations/executions.py",
+        "if execution is not None and replay.is_life_over(execution, life):",
+        "if False:",
+        "tests/scenarios/lists/test_bulk_operations.py",
+    ),
+    Fault(
+        "a bound token finds executions of a namespace that it names",
+        "engine/validation/execution_filter.py",
+        "return some if one is None else tuple(name for name in some if name == one)",
+        "return some if one is None else (one,)",
+        "tests/scenarios/lists/test_search.py",
+    ),
+    Fault(
+        "a page that is not full says that it is complete",
+        "engine/operations/search.py",
+        "more is not None and len(page.found) < size,",
+        "False,",
+        "tests/scenarios/lists/test_search.py",
+    ),
+    Fault(
+        "work that another transaction had locked waits for the next poll",
+        "engine/claiming/fast_claims.py",
+        "if claimed.has_locked and",
+        "if False and",
+        "tests/stores/postgres/test_races.py::TestAClaim::test_is_sent_again_when_the_transaction_that_locked_all_rows_has_ended",
     ),
 )

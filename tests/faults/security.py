@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
+CONSOLE = "tests/console/test_access.py"
+HOSTILE = "tests/console/test_hostile.py"
+PAGES = "tests/console/test_pages.py"
 SCHEMAS = "tests/rules/durable/test_schema_limits.py"
 OWNED_IDS = "tests/scenarios/execution/test_owned_ids.py"
 OWNED_LIMITS = "tests/scenarios/limits/test_owned_limits.py"
@@ -15,6 +18,105 @@ READMISSION = "tests/server/test_readmission.py"
 PRIVATE = "tests/stores/sqlite/test_permissions.py"
 
 SECURITY = (
+    # The console.
+    Fault(
+        "the console: a form of another site is accepted",
+        "server/security/console_session.py",
+        "    raise HttpError(403, FOREIGN_WRITE",
+        "    return\n    raise HttpError(403, FOREIGN_WRITE",
+        f"{CONSOLE}::test_a_form_needs_its_token_its_session_and_a_page_of_this_server",
+    ),
+    Fault(
+        "the console: the token of a form is not compared",
+        "server/security/console_session.py",
+        "    if not hmac.compare_digest(form_token(secret, request.path).encode(), given.encode()):",
+        "    if not given:",
+        f"{CONSOLE}::test_a_form_needs_its_token_its_session_and_a_page_of_this_server",
+    ),
+    Fault(
+        "the console: a form token that is not ASCII is compared as text",
+        "server/security/console_session.py",
+        "form_token(secret, request.path).encode(), given.encode())",
+        "form_token(secret, request.path), given)",
+        f"{HOSTILE}::test_a_forged_form_token_of_any_shape_is_refused",
+    ),
+    Fault(
+        "the console: its cookie reads payloads from the API that the pages hide",
+        "server/security/console_session.py",
+        'request.path.startswith("/v1/") and not hides',
+        'request.path.startswith("/v1/")',
+        f"{HOSTILE}::test_hidden_payloads_are_in_no_data_of_a_page_and_the_cookie_opens_no_other_route_to_them",
+    ),
+    Fault(
+        "the console: the JSON of a run has its reserved tags",
+        "console/run.py",
+        "run=msgspec.structs.replace(run, tags=tags)",
+        "run=run",
+        f"{HOSTILE}::test_hidden_payloads_are_in_no_data_of_a_page_and_the_cookie_opens_no_other_route_to_them",
+    ),
+    Fault(
+        "the console: names in paths are not quoted",
+        "console/pages.py",
+        'quote(name, safe=":") for name in names',
+        "quote(name) for name in names",
+        f"{HOSTILE}::test_names_that_look_like_urls_or_markup_are_texts_and_their_links_work",
+    ),
+    Fault(
+        "the console: a message form that is sent twice is two messages",
+        "console/runs.py",
+        "            idempotency_key=message_id,\n",
+        "",
+        "tests/console/test_actions.py::test_a_message_form_that_is_sent_twice_is_one_message",
+    ),
+    Fault(
+        "the console: an action needs no scope",
+        "console/pages.py",
+        "    if scope is not None:\n        ui.principal.require_scope(scope)",
+        "    if scope is ApiScope.ADMIN:\n        ui.principal.require_scope(scope)",
+        f"{CONSOLE}::test_the_scope_read_draws_no_button_and_is_refused_anyway",
+    ),
+    Fault(
+        "the console: a session outlives its token",
+        "engine/operations/admin.py",
+        "        return parent is not None and api_tokens.is_active(parent, now)",
+        "        return parent is not None",
+        "tests/scenarios/security/test_sessions.py::test_revoking_a_token_ends_its_sessions",
+    ),
+    Fault(
+        "the console: the cookie counts for reads by other sites",
+        "server/security/console_session.py",
+        '        and request.headers.get(b"sec-fetch-site") == b"same-origin"\n',
+        "",
+        f"{CONSOLE}::test_the_cookie_counts_for_reads_of_the_api_by_pages_and_never_for_writes",
+    ),
+    Fault(
+        "the console: a run is filled into a form that cannot hold all of its input",
+        "server/approval_form.py",
+        "    return bool(parsed | value == parsed) if isinstance(parsed, dict) and isinstance(value, dict) else parsed == value",
+        "    return True",
+        "tests/server/test_forms.py::test_a_value_that_a_form_would_change_cannot_be_shown",
+    ),
+    Fault(
+        "the console: the facts of an approval are shown without the redaction hook",
+        "console/approvals.py",
+        "    if app.redact is not None:",
+        "    if app.redact is None:",
+        f"{PAGES}::test_a_redacted_payload_is_on_no_page",
+    ),
+    Fault(
+        "the console: a box of an earlier graph leads to the run that has its number now",
+        "console/flows.py",
+        "    if revision != str(graph.graph_revision):",
+        "    if not revision:",
+        f"{PAGES}::test_a_box_of_the_graph_leads_to_its_run",
+    ),
+    Fault(
+        "the console: the page of a flow shows what was read before an operator acted",
+        "console/flows.py",
+        "    if flow_id in known and loop.time() - known[flow_id][0] < max_age_s:",
+        "    if flow_id in known:",
+        f"{PAGES}::test_a_flow_is_read_once_for_its_page_and_its_drawing",
+    ),
     # Schemas from outside, and the cost of reading them.
     Fault(
         "a pattern from outside is matched by a backtracking engine",
@@ -108,14 +210,14 @@ SECURITY = (
         "sdk/run.py",
         "        if None not in (self._namespace, outcome.namespace) and self._namespace != outcome.namespace:\n",
         "        if False:\n",
-        "tests/sdk/test_owned_ids.py::test_the_result_of_a_node_that_another_namespace_occupies_is_refused",
+        "tests/sdk/namespaces/test_owned_ids.py::test_the_result_of_a_node_that_another_namespace_occupies_is_refused",
     ),
     Fault(
         "a node reads its input from an execution of another namespace",
         "sdk/serialization/inputs.py",
         "tuple(dict.fromkeys(run_ids)), namespace=namespace)",
         "tuple(dict.fromkeys(run_ids)))",
-        "tests/sdk/test_owned_ids.py::test_a_node_does_not_read_the_result_of_another_namespace",
+        "tests/sdk/namespaces/test_owned_ids.py::test_a_node_does_not_read_the_result_of_another_namespace",
     ),
     # Budgets and quotas of other namespaces.
     Fault(
@@ -158,29 +260,29 @@ SECURITY = (
     Fault(
         "a holder's cancel is not audited",
         "server/routes/leases.py",
-        '@lease_route("cancel", one_of(answers.Cancelled), HolderCancelRequest, audit=True)',
-        '@lease_route("cancel", one_of(answers.Cancelled), HolderCancelRequest)',
+        '@lease_route("cancel", one_of(answers.Cancelled), api.HolderCancelRequest, audit=True)',
+        '@lease_route("cancel", one_of(answers.Cancelled), api.HolderCancelRequest)',
         f"{HANDLES}::test_a_holders_cancel_is_audited_with_its_execution",
     ),
     Fault(
         "usage is reported without the lease",
         "server/routes/lease_usage.py",
-        "    body = request.body\n    await request.engine.require_lease(request.handle)\n    return variant_response(\n        await request.engine.report_usage(\n            ",
-        "    body = request.body\n    return variant_response(\n        await request.engine.report_usage(",
+        "    await request.engine.require_lease(request.handle)\n    return await request.engine.report_usage(\n",
+        "    return await request.engine.report_usage(\n",
         f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
         "money is spent without the lease",
         "server/routes/lease_usage.py",
-        "    await request.engine.require_lease(handle)\n    return variant_response(\n        await request.engine.record_spend(\n            ",
-        "    return variant_response(\n        await request.engine.record_spend(",
+        "    await request.engine.require_lease(handle)\n    return await request.engine.record_spend(\n",
+        "    return await request.engine.record_spend(\n",
         f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
         "budget is reserved without the lease",
         "server/routes/lease_usage.py",
-        "    await request.engine.require_lease(handle)\n    return variant_response(\n        await request.engine.reserve_budget(\n            ",
-        "    return variant_response(\n        await request.engine.reserve_budget(",
+        "    await request.engine.require_lease(handle)\n    return await request.engine.reserve_budget(\n",
+        "    return await request.engine.reserve_budget(\n",
         f"{HANDLES}::test_an_expired_lease_cannot_use_a_budget",
     ),
     Fault(
@@ -199,7 +301,7 @@ SECURITY = (
     ),
     Fault(
         "a server accepts any signature of a handle",
-        "server/handle_signer.py",
+        "server/security/handle_signer.py",
         "            answers[index] = errors.Corruption(HANDLE_NOT_OURS)\n",
         "            pass\n",
         f"{HANDLES}::test_a_handle_cannot_be_built_from_its_readable_parts",
@@ -264,7 +366,7 @@ SECURITY = (
     ),
     Fault(
         "a token may open any number of feeds",
-        "server/auth.py",
+        "server/security/auth.py",
         "        if self._limit and self._open[name] >= self._limit:\n",
         "        if False:\n",
         f"{READMISSION}::test_the_number_of_feeds_per_token_is_limited",
@@ -292,7 +394,7 @@ SECURITY = (
     ),
     Fault(
         "wrong tokens are not rate limited",
-        "server/auth.py",
+        "server/security/auth.py",
         "            self._cache.pop(digest, None)\n            self._rate.acquire(failure_key)\n",
         "            self._cache.pop(digest, None)\n",
         f"{EDGE}::test_wrong_tokens_are_rate_limited_by_address_and_a_valid_one_is_not",
@@ -335,7 +437,7 @@ SECURITY = (
     ),
     Fault(
         "a server without a token accepts any host",
-        "server/origin_policy.py",
+        "server/security/origin_policy.py",
         "        if not self._is_on or ",
         "        if True or ",
         f"{EDGE}::test_a_server_without_a_token_refuses_a_foreign_host",

@@ -16,8 +16,16 @@ VERDICTS = (
 )
 
 VALKEY_ROWS = "tests/stores/valkey/test_rows.py"
+FAST_PATHS = "tests/stores/valkey/test_fast_paths.py"
 
 STORES = (
+    Fault(
+        "valkey: a claimed row that is like another one is returned with the revision of that one",
+        "stores/valkey/rows/alike.py",
+        '        force_setattr(row, "revision", integer(blob[_REVISION].decode()))\n',
+        "",
+        "tests/stores/contract/test_claim.py",
+    ),
     Fault(
         "valkey: a second insert of one row in a call is written",
         "stores/valkey/lua/commit.lua",
@@ -34,10 +42,59 @@ STORES = (
     ),
     Fault(
         "valkey: an upsert drops the columns of a later release",
-        "stores/valkey/lua/commit.lua",
+        "stores/valkey/lua/packed.lua",
         "if old and old.n > def.width then",
         "if false then",
         f"{VALKEY_ROWS}::test_cells_of_a_later_release_are_carried_through",
+    ),
+    Fault(
+        "valkey: an id that a row contains twice is searched at its first place",
+        "stores/valkey/lua/alike.lua",
+        " or string.find(blob, id, first + 1, true)",
+        "",
+        f"{FAST_PATHS}::test_an_id_that_a_row_has_twice_is_not_searched_for",
+    ),
+    Fault(
+        "valkey: the leases of rows that are alike are not compared with the clock",
+        "stores/valkey/lua/alike.lua",
+        "return less(s.now, group.expires_at) == (guard[5] == 1)",
+        "return true",
+        f"{FAST_PATHS}::test_expired_leases_of_alike_rows_are_refused",
+    ),
+    Fault(
+        "valkey: the revision of a row in a group is not compared",
+        "stores/valkey/lua/alike.lua",
+        "if string.sub(blob, 5, 20) ~= guard[4] then return false end",
+        "",
+        f"{FAST_PATHS}::test_a_row_that_another_process_claimed_is_fenced_among_alike_rows",
+    ),
+    Fault(
+        "valkey: an ended row stays in the index of leases",
+        "stores/valkey/lua/alike.lua",
+        "if new == nil then move.removed = '' else",
+        "if new ~= nil then",
+        f"{FAST_PATHS}::test_random_changes_leave_the_same_keys_as_the_interpreter",
+    ),
+    Fault(
+        "valkey: a row that an earlier change of the call wrote is changed from what was stored",
+        "stores/valkey/lua/alike.lua",
+        "if written and written[key] ~= nil then return false end",
+        "",
+        f"{FAST_PATHS}::test_a_write_of_an_earlier_change_of_the_call_stays",
+    ),
+    Fault(
+        "valkey: rows that are alike get the ids of the first one",
+        "stores/valkey/lua/alike.lua",
+        "local function write_alike(s, shape, key, values, is_renewal)",
+        "local function write_alike(s, shape, key, values, is_renewal) shape.first = shape.first or values; values = shape.first",
+        f"{FAST_PATHS}::test_rows_of_different_leases_and_keys_stay_apart",
+    ),
+    Fault(
+        "valkey: a failed write leaves the histories changed",
+        "stores/valkey/lua/rows.lua",
+        "if ids then collect(hset, history, key, ids) else collect(hdel, history, key) end",
+        "if not ids then collect(hdel, history, key) end",
+        "tests/stores/valkey/test_write_faults.py::test_an_error_at_any_write_leaves_everything_as_it_was",
     ),
     Fault(
         "valkey: a claim asks for the rows of one partition only",
@@ -45,6 +102,13 @@ STORES = (
         "homes = [home for home in homes if home not in short]",
         "homes = []",
         "tests/stores/contract/test_partitions.py",
+    ),
+    Fault(
+        "valkey: large claims always begin with the same partition",
+        "stores/valkey/claims.py",
+        "        self._turn += 1\n",
+        "",
+        "tests/stores/valkey/test_large_claims.py",
     ),
     Fault(
         "valkey: a call does not declare the keys of an index",
@@ -56,9 +120,72 @@ STORES = (
     Fault(
         "valkey: entries that a failover hid are not numbered",
         "stores/valkey/feed.py",
-        "await self._number_again(home, numbered[home])",
-        "pass",
+        "if await self._number_again(homes, numbered, lineages):",
+        "if False:",
         "tests/stores/valkey/test_feed.py",
+    ),
+    Fault(
+        "valkey: a failover between two reads of the feed is not noticed",
+        "stores/valkey/feed.py",
+        "if any(pages) and await self._lineages(homes) != lineages:",
+        "if False:",
+        "tests/stores/valkey/test_feed.py::test_a_failover_between_two_reads_of_a_reader_hides_nothing",
+    ),
+    Fault(
+        "valkey: a page ends before events that it has",
+        "stores/valkey/feed.py",
+        "max(after, end, events[-1].position if events else 0)",
+        "max(after, end)",
+        "tests/stores/valkey/test_feed.py::test_a_page_ends_behind_the_events_that_were_numbered_while_it_was_read",
+    ),
+    Fault(
+        "valkey: a commit that was redirected is not notified of",
+        "stores/valkey/store.py",
+        "if topics and batches and self.client.resent != resent:",
+        "if False:",
+        "tests/stores/valkey/test_cluster_faults.py::test_a_notification_follows_every_commit_of_its_batch",
+    ),
+    Fault(
+        "valkey: a notification follows the last commit of its batch only",
+        "stores/valkey/notifier.py",
+        "self._client.one_of_each_node(homes)",
+        "[*homes][-1:]",
+        "tests/stores/valkey/test_cluster_faults.py::test_a_notification_follows_every_commit_of_its_batch",
+    ),
+    Fault(
+        "valkey: another lineage of a partition's server is not noticed",
+        "stores/valkey/feed.py",
+        "numbered[home].lineage != lineages[home]",
+        "False",
+        "tests/stores/valkey/test_feed.py",
+    ),
+    Fault(
+        "valkey: positions do not leap over those that a failover may have lost",
+        "stores/valkey/lua/feed.lua",
+        "if known[2] and known[2] ~= lineage then ms, seq = ms + LEAP_MS, 0 end",
+        "",
+        "tests/stores/valkey/test_feed.py",
+    ),
+    Fault(
+        "valkey: an entry with the id of a lost one is taken for it",
+        "stores/valkey/feed.py",
+        "entry is not None and _checksum(entry) == reference.checksum else None",
+        "entry is not None else None",
+        "tests/stores/valkey/test_feed.py",
+    ),
+    Fault(
+        "valkey: a migration deletes the functions of a release in use",
+        "stores/valkey/library_use.py",
+        "now - int(at) > KEEP_MS",
+        "now - int(at) > 0",
+        "tests/stores/valkey/test_functions.py",
+    ),
+    Fault(
+        "valkey: the window of a quota policy is read from its beginning",
+        "stores/valkey/reads/ranges.py",
+        'return Ranges(table, index, ((f"[{text}\\0{start}", f"({text}\\1"),), home, ordered)',
+        'return Ranges(table, index, ((f"[{text}\\0", f"[{text}\\0{start}"),), home, ordered)',
+        "tests/stores/contract/test_lists.py",
     ),
     Fault(
         "memory: a refused insert leaves the other rows of its change",
@@ -92,8 +219,15 @@ STORES = (
     Fault(
         "sqlite: a search ends when its budget is spent",
         "stores/sqlite/reads.py",
-        "return SearchPage.of(scan, _scan_rows(db, queue_ids, part), last_read)",
-        "return SearchPage.of(scan, _scan_rows(db, queue_ids, part), None)",
+        "last = db.execute(end, (*bound_values, search.budget - 1)).fetchone()",
+        "last = None",
+        "tests/stores/contract/test_search.py",
+    ),
+    Fault(
+        "postgres: a search is oldest first",
+        "stores/postgres/reads.py",
+        '_NEWEST_FIRST = "t.created_at desc, t.execution_id desc"',
+        '_NEWEST_FIRST = "t.created_at, t.execution_id"',
         "tests/stores/contract/test_search.py",
     ),
     Fault(

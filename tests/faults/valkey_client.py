@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-CONNECTION = "tests/stores/valkey/test_connection.py"
-REDIRECTS = "tests/stores/valkey/test_redirects.py"
+CONNECTION = "tests/stores/valkey/client/test_connection.py"
+REDIRECTS = "tests/stores/valkey/client/test_redirects.py"
 CHECKS = "tests/stores/valkey/test_server_checks.py"
 
 VALKEY_CLIENT = (
@@ -57,6 +57,13 @@ VALKEY_CLIENT = (
         "self._waiting_bytes + size > MAX_WAITING_BYTES",
         "size < 0",
         f"{CONNECTION}::test_commands_that_wait_for_a_connection_are_bounded_in_bytes",
+    ),
+    Fault(
+        "valkey: commands that wait for the slot map are unbounded",
+        "stores/valkey/cluster.py",
+        "if self._stalled and self._stalled_bytes + size > MAX_WAITING_BYTES:",
+        "if False:",
+        f"{REDIRECTS}::test_calls_that_wait_for_the_slot_map_are_bounded_in_bytes",
     ),
     Fault(
         "valkey: an ASK is followed without ASKING",

@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Arguments = tuple[tuple[int, str], ...]
 
 ROWS: dict[str, type[msgspec.Struct]] = {row.__name__: row for row in TABLE}
-ANY_ROW = "any row"  # of a condition that no scan was traced to
+ANY_ROW = "any row"  # the row of a condition for which no scan was found
 ENUMS = {column.kind.__name__ for table in TABLE.values() for column in table.columns if column.is_enum}
 
 # Calls that name columns of the row that is their first argument: the kind of place, and the arguments with columns.

@@ -124,7 +124,19 @@ def test_no_kind_exists_outside_the_specification() -> None:
         "worker_at_capacity",
         "id_in_other_namespace",
         "suspension_not_found",
+        "operation_not_found",
         "not_found",
+        "key_elsewhere",
+        "key_taken",
+        "spread_change_pending",
+        "too_many_spreads",
+        "schedule_not_found",
+        "schedule_exists",
+        "schedule_paused",
+        "schedule_busy",
+        "inbox_closed",
+        "fact_too_large",
+        "reply_not_found",
     }
     fallbacks = {"validation_error", "contention", "conflict", "state_conflict", "bug"}
 
@@ -262,7 +274,7 @@ def test_facts_become_attributes() -> None:
 
 
 @pytest.mark.parametrize("name", ["kind", "family", "classification", "facts", "args"])
-def test_a_fact_cannot_change_what_an_error_is(name: str) -> None:
+def test_a_fact_cannot_override_an_attribute_of_an_error(name: str) -> None:
     with pytest.raises(TypeError):
         errors.InvalidInput(**{name: "other"})
 

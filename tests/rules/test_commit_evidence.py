@@ -11,38 +11,14 @@ from flowfabric.model.change import Change, Insert, Patch, Upsert
 from flowfabric.model.event import Event, FeedEvent
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
-from flowfabric.model.states import (
-    AttemptState,
-    BlockingReason,
-    EligibilityState,
-    LifecyclePhase,
-    OwnershipState,
-    PublicState,
-    TerminalOutcome,
-)
 from flowfabric.model.suspension import IdempotencyRecord, Suspension, Waitpoint
 from flowfabric.rules.commit_evidence import evidence_rows, find_event, is_evidence
+from tests.stores.sample_rows import execution, loaded
 
 PENDING: Waitpoint[Any] = Waitpoint("w", 3, "e", 1, "key", 1000, "kid", "print")
 BOUND = replace(PENDING, suspension_id="s")
 RECORD: IdempotencyRecord[Any] = IdempotencyRecord("e", "scope", "digest", NOW, "answer")
-ROW = Execution(
-    execution_id="e",
-    partition=3,
-    namespace="default",
-    lane_id="default",
-    priority=0,
-    created_at=0,
-    last_transition_at=0,
-    last_mutation_at=0,
-    lifecycle_phase=LifecyclePhase.RUNNABLE,
-    eligibility_state=EligibilityState.ELIGIBLE_NOW,
-    ownership_state=OwnershipState.UNOWNED,
-    blocking_reason=BlockingReason.NONE,
-    terminal_outcome=TerminalOutcome.NONE,
-    attempt_state=AttemptState.PENDING_FIRST_ATTEMPT,
-    public_state=PublicState.WAITING,
-)
+ROW = loaded(execution("e"))
 
 
 def test_rows_with_minted_keys_prove_a_change_and_shared_rows_do_not() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+import pytest
 
 from flowfabric.engine.operations.durable import OpenedGate, ParkResult
 from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.change import Change, Delete
 from flowfabric.model.condition import Condition, Count, CountKind
+from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.gate import GateKind, GateMemo
 from flowfabric.rules.durable.gates import GateArgs
 from flowfabric.rules.durable.mailbox import MessageArgs
@@ -30,6 +35,23 @@ class DurableFunction:
         self.env, self.waits, self.e = env, waits, e
         self.engine = env.engine
         self._claim = claim
+
+    def complete_before_the_next_commit(self, child: Claimed, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Commit the next decision only after the child completed and was delivered."""
+        queue = self.engine.runtime.commit_queue
+        add = queue.add
+
+        def add_after_the_end(change: Change) -> asyncio.Future[int | None]:
+            monkeypatch.setattr(queue, "add", add)
+
+            async def write() -> int | None:
+                await self.engine.complete(child.handle)
+                await self.engine.child_completions.drain()
+                return await add(change)
+
+            return asyncio.ensure_future(write())
+
+        monkeypatch.setattr(queue, "add", add_after_the_end)
 
     @property
     def claim(self) -> Claimed:
@@ -93,6 +115,12 @@ class DurableFunction:
         """Create and claim a child on the partition of its parent."""
         e = await self.env.create(parent_id=self.e)
         return await self.env.grant_and_claim(e, "wc")
+
+    async def delete(self, e: str) -> None:
+        """Delete an execution as a purge does, whatever its state."""
+        runtime = self.engine.runtime
+        deletes = tuple(Delete(kind, (e,)) for kind in (Result, Payload, Execution))
+        assert await runtime.commit_queue.add(Change((), deletes, id=runtime.minter.change_id())) is not None
 
 
 def opened(gate: OpenedGate | GateMemo) -> OpenedGate:

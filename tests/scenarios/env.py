@@ -42,7 +42,7 @@ from tests.scenarios.checked_store import CheckedStore, dump
 
 N = TypeVar("N")
 
-DEFAULT_PARTITION = 86  # of lane `default`
+DEFAULT_PARTITION = 86  # partition of lane `default`
 LEASE_MS = 30_000
 GRANT_MS = 5_000
 
@@ -89,15 +89,15 @@ def fence_of(claimed: Claimed) -> Fence:
     return Fence(claimed.lease_id, claimed.lease_epoch, claimed.attempt_id)
 
 
-def lease_fields(claim: Claimed, worker: str = "wa") -> dict[str, Any]:
+def lease_fields(claim: Claimed) -> dict[str, Any]:
     """Return the lease fields of a history entry."""
     return {
         "lease_id": claim.lease_id,
         "lease_epoch": claim.lease_epoch,
         "attempt_id": claim.attempt_id,
         "attempt_index": claim.attempt_index,
-        "worker_id": worker,
-        "worker_instance_id": f"{worker}-1",
+        "worker_id": "wa",
+        "worker_instance_id": "wa-1",
     }
 
 
@@ -160,6 +160,10 @@ class Env:
         assert isinstance(await self.engine.create_execution(execution_id=e, lane_id=lane, **options), Created)
         return e
 
+    async def create_each(self, options: Iterable[dict[str, Any]]) -> list[ExecutionId]:
+        """Create an execution with each of these options, all at once; they are in the order of the options."""
+        return await asyncio.gather(*(self.create(**one) for one in options))
+
     async def grant(
         self,
         e: str,
@@ -195,6 +199,11 @@ class Env:
         e = await self.create(**options)
         await self.grant(e, worker, lane=options.get("lane", "default"))
         return await self.claim(e, worker, ttl=ttl, **(claim or {}))
+
+    async def create_claimed(self, worker: str = "wa", **options: Any) -> tuple[Claimed, str]:
+        """Create and claim an execution as `create_and_claim` does; return the claim and the id."""
+        claim = await self.create_and_claim(worker, **options)
+        return claim, claim.execution_id
 
     async def grant_and_claim(self, e: str, worker: str = "wb", **more: Any) -> Claimed:
         """Grant an execution to a worker and claim it; a new attempt starts."""
@@ -267,11 +276,10 @@ class Env:
         assert isinstance(claimed, Claimed)
         return claimed
 
-    async def grant_next(self, worker: str = "wa", *, capabilities: Iterable[str] = (), lane: str = "default") -> Any:
+    async def grant_next(self, worker: str = "wa", *, capabilities: Iterable[str] = ()) -> Any:
         """Grant the next execution to a worker, as the scheduler does."""
-        return await self.engine.claim_for_worker(
-            lane, worker_id=worker, worker_instance_id=f"{worker}-1", capabilities=capabilities, grant_ttl_ms=GRANT_MS
-        )
+        who = {"worker_id": worker, "worker_instance_id": f"{worker}-1"}
+        return await self.engine.claim_for_worker("default", **who, capabilities=capabilities, grant_ttl_ms=GRANT_MS)
 
     async def claim_next(
         self, worker: str = "wa", *, capabilities: Iterable[str] = (), lane: str = "default"
@@ -291,6 +299,11 @@ class Env:
         """Complete an execution and wait until its outbox messages are delivered."""
         await self.engine.complete(claim.handle)
         await self.engine.outbox.wait_for_deliveries()
+
+    async def sweep(self, name: str, *, after_ms: int = 0) -> int:
+        """Advance the clock and run one pass of a sweep; return how many rows it processed."""
+        self.clock.advance_ms(after_ms)
+        return (await self.engine.sweep_once(name)).processed
 
     async def cancel_and_deliver(self, e: str) -> None:
         """Cancel an execution and wait until its outbox messages are delivered."""
@@ -334,9 +347,9 @@ class Env:
         assert suspension is not None
         return suspension
 
-    async def eligible(self, lane: str = "default", partition: int = DEFAULT_PARTITION) -> list[str]:
-        """Read the eligible executions of a lane in queue order."""
-        return await self.engine.scan_eligible_executions(lane, partition, 100)
+    async def eligible(self) -> list[str]:
+        """Read the eligible executions of lane `default` in queue order."""
+        return await self.engine.scan_eligible_executions("default", DEFAULT_PARTITION, 100)
 
     async def attempt(self, e: str, index: int) -> AttemptView:
         """Read one attempt record."""
@@ -383,6 +396,7 @@ class Env:
     async def wait_until_idle(self) -> None:
         """Wait until the engine has no background work."""
         await self.engine.child_completions.drain()
+        await self.engine.child_cancels.drain()
         await self.engine.outbox.wait_for_deliveries()
 
     @asynccontextmanager

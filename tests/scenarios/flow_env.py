@@ -205,8 +205,9 @@ class FlowEnv:
         edge = self.edges[upstream, downstream]
         return await self.engine.resolve_dependency(self.id, edge, self.names[downstream], outcome)
 
-    async def sweep(self, name: str, times: int = 1) -> list[int]:
-        """Run a sweep several times and return how many rows each run processed."""
+    async def sweep(self, name: str, times: int = 1, *, after_ms: int = 0) -> list[int]:
+        """Advance the clock and run a sweep several times; return how many rows each run processed."""
+        self.clock.advance_ms(after_ms)
         return [(await self.engine.sweep_once(name)).processed for _ in range(times)]
 
     async def write(self, *writes: Write, guards: tuple[Guard, ...] = ()) -> None:

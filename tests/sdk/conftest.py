@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from flowfabric import Fabric
+from flowfabric.model.states import PublicState
+from flowfabric.sdk.run import Run
 from flowfabric.sdk.worker.worker import Worker
 from tests.client.server_thread import run_server
 from tests.client.worlds import see_through_server
 from tests.conftest import STORES, emptied
+from tests.sdk.worlds import use_store
 
 PLACES = (*STORES, "http")
 
@@ -34,18 +37,25 @@ async def shared_app(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
 
 @pytest.fixture(autouse=True)
-def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the app of a world reaches its engine: directly, or through a server."""
-    if isinstance(app := getattr(request.module, "app", None), Fabric):
-        monkeypatch.setattr(app, "tasks", dict(app.tasks))
-    if getattr(request, "param", "engine") == "server":
-        see_through_server(monkeypatch)
+def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """How the app of a world reaches its engine: directly, or through a server; or the store of the world."""
+    for app in [value for value in vars(request.module).values() if isinstance(value, Fabric)]:
+        monkeypatch.setattr(app, "tasks", dict(app.tasks))  # a test may declare more tasks, in each of its cases
+    match getattr(request, "param", "engine"):
+        case "engine":
+            pass
+        case "server":
+            see_through_server(monkeypatch)
+        case store:
+            use_store(request, monkeypatch, store, tmp_path)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test with a world twice: directly, and through a server."""
+    """Run every test with a world directly and through a server; in modules that say so, on the other stores, too."""
     if "World" in metafunc.function.__code__.co_names:
-        metafunc.parametrize("through", ("engine", "server"), indirect=True)
+        has_store = "url" in metafunc.fixturenames  # beside the world
+        stores = STORES[1:] if getattr(metafunc.module, "IS_FOR_EVERY_STORE", False) and not has_store else ()
+        metafunc.parametrize("through", ("engine", "server", *stores), indirect=True)
 
 
 @asynccontextmanager
@@ -105,3 +115,12 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float = 
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 - the condition lies in a store
             await asyncio.sleep(0.005)
+
+
+async def wait_until_suspended(run: Run[Any]) -> None:
+    """Wait until a run waits without a worker."""
+
+    async def is_suspended() -> bool:
+        return await run.state() is PublicState.SUSPENDED
+
+    await wait_until(is_suspended)

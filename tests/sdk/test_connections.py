@@ -15,7 +15,7 @@ import pytest
 from flowfabric import Context, Fabric
 from flowfabric.connector import connect
 from flowfabric.engine.engine import Engine
-from flowfabric.engine_api import EngineAPI
+from flowfabric.engine_protocol import EngineAPI
 from flowfabric.errors import StoreUnavailable
 from flowfabric.sdk import fabric as fabric_page
 from flowfabric.sdk.task import AsyncTask

@@ -76,7 +76,7 @@ def unknown_type(n: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa:
 
 
 @pytest.mark.parametrize(
-    ("declare", "told"),
+    ("declare", "message"),
     [
         (lambda app: app.task("send"), "@app.task\\(name='send'\\)"),
         (lambda app: app.task(functools.partial(plain, 1)), "write a def"),
@@ -114,9 +114,9 @@ def unknown_type(n: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa:
         (lambda app: Worker(app, lanes=["mail"], slots=0), "slots: at least 1"),
     ],
 )
-def test_an_invalid_declaration_is_refused_at_the_declaration(declare: Callable[[Fabric], Any], told: str) -> None:
+def test_an_invalid_declaration_is_refused_at_the_declaration(declare: Callable[[Fabric], Any], message: str) -> None:
     app = Fabric("memory://")
-    with pytest.raises(errors.InvalidInput, match=told):
+    with pytest.raises(errors.InvalidInput, match=message):
         declare(app)
     assert list(app.tasks) in ([], [f"{__name__}.plain"])
 
@@ -127,14 +127,14 @@ async def test_an_invalid_node_is_refused_with_what_to_write() -> None:
     flow = app.flow("nightly")
     node = flow.add(task, 1)
     add: Any = flow.add
-    for given, ways, told in (
+    for given, ways, message in (
         ((plain, 1), {}, "neither a task nor a call"),
         ((task.s(1), 2), {}, "has its arguments already"),
         ((task, 1), {"after": node}, r"write after=\[node\]"),
         ((task, 1), {"after": ["plain"]}, "'plain' is no node"),
         ((task, 1), {"join": AnyOf}, "no join"),
     ):
-        with pytest.raises(errors.InvalidInput, match=told):
+        with pytest.raises(errors.InvalidInput, match=message):
             add(*given, **ways)
     assert list(flow.nodes) == ["plain"]
 
@@ -142,13 +142,13 @@ async def test_an_invalid_node_is_refused_with_what_to_write() -> None:
 async def test_submit_many_takes_a_list_of_calls_of_one_task_with_a_key_for_each(app: Fabric) -> None:
     task = app.task(plain)
     other = app.task(name="other")(plain)
-    for inputs, told in (
+    for inputs, message in (
         ("abc", "not a list of inputs"),
         ([other.s(1)], "a call of other"),
         ([task.options(key="k").s(1), task.options(key="k").s(2)], "one key is one run"),
         ([1, "two"], "n: Expected `int`"),
     ):
-        with pytest.raises(errors.InvalidInput, match=told):
+        with pytest.raises(errors.InvalidInput, match=message):
             await task.submit_many(inputs)
     engine = await app.engine()
     assert (await engine.search_executions()).executions == []
@@ -362,7 +362,7 @@ async def test_every_operation_on_a_missing_run_says_that_it_does_not_exist(app:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("mysql://localhost", "'mysql' is no known store; use memory://"),
         ("sqlite://app.db", "write sqlite:///relative.db"),
@@ -370,9 +370,9 @@ async def test_every_operation_on_a_missing_run_says_that_it_does_not_exist(app:
         ("postgresql://[broken", "Invalid IPv6"),
     ],
 )
-async def test_a_wrong_url_is_refused_by_the_first_call_that_needs_the_store(url: str, told: str) -> None:
+async def test_a_wrong_url_is_refused_by_the_first_call_that_needs_the_store(url: str, message: str) -> None:
     app = Fabric(url)
-    with pytest.raises(errors.InvalidInput, match=told):
+    with pytest.raises(errors.InvalidInput, match=message):
         await app.task(plain).submit(1)
 
 
@@ -434,7 +434,7 @@ async def test_a_skipped_node_has_a_reason_and_is_found_by_its_name() -> None:
         run = await flow.submit()
         with pytest.raises(RunSkipped, match="its dependencies did not end as required"):
             await run["plain"].result()
-        with pytest.raises(errors.InvalidInput, match="'publish' is none of broken, plain"):
+        with pytest.raises(errors.InvalidInput, match="'publish' is not one of broken, plain"):
             run["publish"]
 
 
@@ -474,10 +474,10 @@ async def test_a_failure_deep_in_a_library_names_the_line_of_the_handler(
     async with running_worker(app):
         with pytest.raises(RunFailed) as failed:
             await (await parse.submit()).result(10)
-    for told in (str(failed.value), caplog.text):
-        assert 'json.loads("oops")' in told
-        assert "raise JSONDecodeError" in told
-        assert "/flowfabric/sdk/" not in told, "our own pages help nobody"
+    for message in (str(failed.value), caplog.text):
+        assert 'json.loads("oops")' in message
+        assert "raise JSONDecodeError" in message
+        assert "/flowfabric/sdk/" not in message, "our own pages help nobody"
 
 
 async def test_an_invalid_return_value_is_reported_to_the_waiter_and_in_the_log(
@@ -519,11 +519,11 @@ async def test_retry_after_is_no_failure(app: Fabric, caplog: pytest.LogCaptureF
             return await run.state() == "delayed"
 
         await wait_until(is_put_away)
-    assert "goes on later: try again after 1h" in caplog.text
+    assert "continues later: try again after 1h" in caplog.text
     assert "failed" not in caplog.text
 
 
-async def test_a_wait_that_timed_out_explains_where_to_look(app: Fabric) -> None:
+async def test_a_wait_that_timed_out_names_the_page_that_explains_it(app: Fabric) -> None:
     run = await app.task(plain).submit(1)
     with pytest.raises(TimeoutError) as late:
         await run.result("10ms")
@@ -538,8 +538,8 @@ from flowfabric import Fabric
 app = Fabric("postgresql://127.0.0.1:1/nowhere")
 try:
     app.sync.find("{fp:1}:00000000-0000-4000-8000-000000000000").state()
-except Exception as told:
-    print(type(told).__name__)
+except Exception as error:
+    print(type(error).__name__)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.split(), done.stderr, done.returncode) == (["StoreUnavailable"], "", 0)
@@ -622,11 +622,10 @@ async def test_a_handler_that_occupies_its_slot_while_it_waits_for_another_is_na
 
     async with running_worker(app, slots=1):
         run = await (outer if kind == "async" else plain_outer).submit()
-        told = f"{run.id}: {run.task} holds its slot while it waits for"
+        message = f"{run.id}: {run.task} holds its slot while it waits for"
         if kind == "plain":
             assert await run.result(10) == 1
-            assert told not in caplog.text
+            assert message not in caplog.text
         else:
-            await wait_until_true(lambda: told in caplog.text)
-            for other in (await (await app.engine()).search_executions()).executions:
-                await app.find(other.execution_id).cancel()
+            await wait_until_true(lambda: message in caplog.text)
+            await run.cancel()

@@ -19,6 +19,10 @@ class Model(pydantic.BaseModel):
     n: int
 
 
+class Point(msgspec.Struct):
+    x: int
+
+
 async def plain(ctx: Context, n: int, day: date, names: dict[int, str], more: list[str] | None = None) -> None: ...
 
 
@@ -33,6 +37,29 @@ async def by_name(n: int, *, m: int = 2) -> None: ...
 
 def signature(handler: Callable[..., Any]) -> Signature:
     return Signature(handler, Context)
+
+
+async def with_point(point: Point, other: Point | None = None, *, when: date = date(2026, 1, 2)) -> None: ...
+
+
+async def with_unknown(what: Callable[[], int]) -> None: ...
+
+
+def test_the_schema_of_the_input_has_each_parameter_with_its_default() -> None:
+    document = msgspec.json.decode(signature(plain).input_schema() or "")
+    assert document["required"] == ["day", "n", "names"]
+    assert document["properties"]["n"] == {"type": "integer"}
+    assert document["properties"]["more"]["default"] is None
+    document = msgspec.json.decode(signature(with_point).input_schema() or "")
+    assert list(document["$defs"]) == ["Point"]
+    assert document["properties"]["point"] == {"$ref": "#/$defs/Point"}
+    assert document["properties"]["when"]["default"] == "2026-01-02"
+    document = msgspec.json.decode(signature(with_model).input_schema() or "")
+    assert document["$defs"]["Model"]["properties"]["n"]["type"] == "integer"
+
+
+def test_an_input_that_no_schema_describes_has_none() -> None:
+    assert signature(with_unknown).input_schema() is None
 
 
 def test_encoded_arguments_are_decoded() -> None:
@@ -107,7 +134,7 @@ def counted(n: Positive, m: list[Annotated[int, ["words"]]] | None = None) -> No
 
 
 @pytest.mark.parametrize(
-    ("handler", "given", "told"),
+    ("handler", "given", "message"),
     [
         (bounded, {"n": 0, "names": []}, "n: "),
         (bounded, {"n": 1, "names": ["long name"]}, "names: "),
@@ -116,11 +143,11 @@ def counted(n: Positive, m: list[Annotated[int, ["words"]]] | None = None) -> No
     ],
 )
 def test_constraints_of_an_annotation_are_checked(
-    handler: Callable[..., Any], given: dict[str, Any], told: str
+    handler: Callable[..., Any], given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=f"^invalid_input: {told}"):
+    with pytest.raises(InvalidInput, match=f"^invalid_input: {message}"):
         signature(handler).to_json(given)
-    with pytest.raises(InvalidInput, match=f"^invalid_input: {told}"):
+    with pytest.raises(InvalidInput, match=f"^invalid_input: {message}"):
         signature(handler).load(json_bytes(given))
 
 

@@ -210,7 +210,7 @@ async def test_a_key_that_distinguishes_nothing_is_refused(app: Fabric, key: Any
     async def order(n: int) -> int:
         return n
 
-    with pytest.raises(errors.InvalidInput, match=f"key: {key!r} is no text"):
+    with pytest.raises(errors.InvalidInput, match=f"key: {key!r} is not a text that identifies"):
         order.options(key=key)
 
 

@@ -15,7 +15,23 @@ from typing import Any, assert_type
 import msgspec
 import pydantic
 
-from flowfabric import AllOf, Approval, Context, Fabric, FlowRun, Quorum, Reset, Run, Task, Votes, current
+from flowfabric import (
+    AllOf,
+    Approval,
+    Context,
+    Fabric,
+    FlowRun,
+    Key,
+    Quorum,
+    Reset,
+    Retry,
+    Run,
+    Task,
+    Votes,
+    Won,
+    current,
+    step,
+)
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.flows import Node
 from flowfabric.sdk.run import OutputFrame
@@ -57,6 +73,11 @@ async def fetch(n: int) -> list[str]:
     return [str(n)]
 
 
+@step(retry=Retry(max=3), timeout="10s")
+async def declared(card: str, cents: int) -> Receipt:
+    return Receipt(id=card * cents)
+
+
 def look(n: int) -> bytes:
     return bytes(n)
 
@@ -76,6 +97,27 @@ async def knows_runs(mail: Mail) -> None:
     assert_type(send.sync.submit(mail, using=object()), SyncRun[Receipt])
     assert_type(run.sync.result(), Receipt)
     assert_type(send.run("id"), Run[Receipt])
+
+
+@app.task(key=Key.single("owner"))
+async def cart(ctx: Context, owner: str, items: int = 0) -> str:
+    if ctx.should_continue:
+        await ctx.continue_as_new(cart.s(owner, items))
+    await ctx.continue_as_new(cart.s(items))  # type: ignore[arg-type]
+
+
+@app.task(key=Key.batch("tenant", most=10, within="1s"))
+async def embed(mails: list[Mail]) -> list[Receipt]:
+    return []
+
+
+async def knows_keys(mail: Mail) -> None:
+    assert_type(await cart.at("7").result(), str)
+    assert_type(await cart.at("7").or_start("ana").signal("add", 1), Run[str])
+    assert_type(await cart.find("7"), Run[str] | None)
+    assert_type(await embed.submit(mail), Run[Receipt])
+    cart.at("7").or_start(7)  # type: ignore[arg-type]
+    await embed.submit([mail])  # type: ignore[call-overload]
 
 
 async def knows_plain_calls(mail: Mail) -> None:
@@ -128,7 +170,26 @@ async def knows_contexts(ctx: Context) -> None:
     assert_type(current(), Context)
 
 
-async def knows_what_a_run_tells(run: Run[Receipt]) -> None:
+async def knows_steps(ctx: Context, mail: Mail) -> None:
+    options = ctx.options(retry=Retry(max=5, only=(ConnectionError,)), timeout="10s", name="fetch", at_most_once=True)
+    assert_type(await options.step(fetch, 1), list[str])
+    assert_type(await ctx.options(key="k").step(look, n=1), bytes)
+    assert_type(ctx.sync.options(name="look").step(look, 1), bytes)
+    assert_type(await ctx.step(declared, "visa", cents=5), Receipt)
+    assert_type(await ctx.race(one=fetch(1), two=fetch(2)), Won[list[str]])
+    assert_type((await ctx.race(mail=ctx.receive("mail", Mail), late=ctx.sleep("1d"))).name, str)
+    assert_type(ctx.sync.race(one=lambda: 1, two=lambda: 2), Won[int])
+    await ctx.step(fetch, "one")  # type: ignore[call-overload]
+    await ctx.step(fetch)  # type: ignore[call-overload]
+    await ctx.step(look, 1, 2)  # type: ignore[call-overload]
+    await ctx.step(declared, "visa")  # type: ignore[call-overload]
+    await ctx.step(declared, "visa", cents="five")  # type: ignore[arg-type]
+    await ctx.options(timeout="1s").step(look, "one")  # type: ignore[call-overload]
+    ctx.sync.step(look, "one")  # type: ignore[call-overload]
+    ctx.sync.options(timeout="1s").step(look, b"")  # type: ignore[call-overload]
+
+
+async def types_of_a_run(run: Run[Receipt]) -> None:
     async for frame in run.stream("answer", after=None):
         assert_type(frame, OutputFrame | Reset)
     assert_type(await run.state(), PublicState)
@@ -152,7 +213,8 @@ def test_the_checked_functions_exist() -> None:
         knows_plain_calls,
         knows_parameters,
         knows_contexts,
-        knows_what_a_run_tells,
+        knows_steps,
+        types_of_a_run,
         knows_flows,
     ]
     assert all(inspect.iscoroutinefunction(one) for one in checked)
@@ -171,9 +233,9 @@ def pyright(file: Path, folder: Path) -> list[tuple[int, str]]:
     (folder / "pyrightconfig.json").write_bytes(msgspec.json.encode(settings))
     command = [sys.executable, "-m", "basedpyright", "--project", str(folder), "--outputjson"]
     done = subprocess.run([*command, "--pythonpath", sys.executable], capture_output=True, text=True, check=False)
-    told = msgspec.json.decode(done.stdout)
-    assert told["summary"]["filesAnalyzed"] == 1, done.stdout
-    return [(one["range"]["start"]["line"] + 1, one["rule"]) for one in told["generalDiagnostics"]]
+    report = msgspec.json.decode(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == 1, done.stdout
+    return [(one["range"]["start"]["line"] + 1, one["rule"]) for one in report["generalDiagnostics"]]
 
 
 def test_pyright_agrees(tmp_path: Path) -> None:

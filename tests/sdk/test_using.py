@@ -187,7 +187,7 @@ async def test_a_transaction_that_cannot_see_the_run_with_its_key_has_to_be_retr
         await connection.execute("create temporary table own (n int) on commit drop")
         before = await greet.options(key="k").submit("ana")
         async with asyncio.timeout(10):
-            with pytest.raises(errors.RetryExhausted, match="begin it anew"):
+            with pytest.raises(errors.RetryExhausted, match="begin a new one"):
                 await greet.options(key="k").submit("bo", using=connection)
         await connection.execute("insert into own values (1)")  # The caller may continue without it.
         await rollback()

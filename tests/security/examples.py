@@ -49,6 +49,12 @@ def new() -> str:
     return str(uuid.uuid4())
 
 
+def schedule(p: Tenant) -> Any:
+    """Return the body that puts a schedule in place."""
+    run = {"namespace": p.namespace, "lane_id": "quiet", "execution_kind": "task", "input_payload": []}
+    return {"spec": {"every_ms": 3_600_000}, "run": run}
+
+
 def held(p: Tenant, **body: Any) -> Example:
     """Return a request of the holder of the active execution."""
     return E(body={"handle": p.handle} | body)
@@ -126,6 +132,7 @@ EXAMPLES: dict[str, Maker] = {
     "openapi_document": lambda p, r: E(),
     "store_info": lambda p, r: E(),
     "capabilities": lambda p, r: E(),
+    "whoami": lambda p, r: E(),
     # -- executions
     "create_execution": lambda p, r: E(body=creation(p.namespace)),
     "create_execution: known id": lambda p, r: E(body=creation(p.namespace, execution_id=r.waiting), taken=IN_USE),
@@ -137,6 +144,16 @@ EXAMPLES: dict[str, Maker] = {
         body=creation(p.namespace, policy={"budget_ids": [r.own_budget, r.budget], "quota_policy_ids": [r.quota]})
     ),
     "create_executions": lambda p, r: E(body=bulk(p, {}, {"idempotency_key": r.key})),
+    "start_by_key": lambda p, r: E(("task", "a/b"), body={"execution": creation(p.namespace, execution_kind="task")}),
+    "start_by_key: known id": lambda p, r: E(
+        ("task", "a/b"),
+        body={"execution": creation(p.namespace, execution_kind="task", execution_id=r.waiting)},
+        taken=IN_USE,
+    ),
+    "start_by_key: parent": lambda p, r: E(
+        ("task", "a/b"), body={"execution": creation(p.namespace, execution_kind="task", parent_id=r.active)}
+    ),
+    "find_by_key": lambda p, r: E(("task", "none"), {"namespace": p.namespace}, works=False),
     "create_executions: known id": lambda p, r: E(body=bulk(p, {}, {"execution_id": r.waiting}), taken=IN_USE),
     "create_executions: parent": lambda p, r: E(body=bulk(p, {}, {"parent_id": r.active})),
     "list_executions": lambda p, r: E(query=AT),
@@ -154,7 +171,17 @@ EXAMPLES: dict[str, Maker] = {
     # -- lookups
     "search_executions": lambda p, r: E(query={"namespace": p.namespace}, shows=True),
     "search_executions: flow": lambda p, r: E(query={"namespace": p.namespace, "flow_id": r.flow}),
-    "search_executions: cursor": lambda p, r: E(query={"namespace": p.namespace, "cursor": r.active}, positional=True),
+    "search_executions: cursor": lambda p, r: E(
+        query={"namespace": p.namespace, "cursor": f"{2**47}/{r.active}"}, positional=True
+    ),
+    "search_executions: unnamed": lambda p, r: E(query={"parent_id": r.active}),
+    "search_executions: worker": lambda p, r: E(query={"worker": r.instance, "error": "x", "kind": "k"}),
+    "list_children": lambda p, r: of(p.active),
+    "list_children: cursor": lambda p, r: E((p.active,), {"cursor": f"1/{r.active}"}, positional=True),
+    "read_input": lambda p, r: of(p.active, shows=True),
+    "list_approvals": lambda p, r: E(query={"namespace": p.namespace}),
+    "list_approvals: unnamed": lambda p, r: E(),
+    "list_approvals: cursor": lambda p, r: E(query={"cursor": f"1/{r.suspended}"}, positional=True),
     "find_executions": lambda p, r: E(query={"prefix": r.active[:-1]}),
     "find_executions: partition": lambda p, r: E(query={"prefix": f"{{fp:{PARTITION}}}:"}),
     "describe_execution": lambda p, r: of(p.active, shows=True),
@@ -169,6 +196,8 @@ EXAMPLES: dict[str, Maker] = {
     "read_results: both": lambda p, r: E(body={"execution_ids": [p.ended, r.ended]}, shows=True),
     "read_results: namespace": lambda p, r: E(body={"execution_ids": [r.ended], "namespace": p.namespace}),
     "list_lanes": lambda p, r: E(),
+    "read_lane": lambda p, r: E((SHARED_LANE,)),
+    "set_lane_spread": lambda p, r: E((SHARED_LANE,), body={"spread": 1}),
     "list_suspended": lambda p, r: E(query=AT),
     # -- signals
     "list_pending_waitpoints": lambda p, r: of(p.suspended, shows=True),
@@ -180,6 +209,10 @@ EXAMPLES: dict[str, Maker] = {
         (p.suspended,), body=signal(p, p).body | {"waitpoint_token": r.link}, works=p is r
     ),
     "send_message": lambda p, r: E((p.active,), body={"mailbox": "m", "payload": [1]}),
+    "ask": lambda p, r: E((p.active,), body={"mailbox": "m", "payload": [1], "wait_ms": 20}),
+    "read_reply": lambda p, r: E((p.active, r.asked), WAIT, shows=True, works=p is r),
+    "list_facts": lambda p, r: of(p.active, shows=True),
+    "read_fact": lambda p, r: E((p.active, r.fact), WAIT, shows=True),
     # -- streams
     "read_stream": lambda p, r: E((p.active, "0"), shows=True),
     "tail_stream": lambda p, r: E((p.active, "0"), {"block_ms": "20"}, shows=True),
@@ -212,6 +245,11 @@ EXAMPLES: dict[str, Maker] = {
     "mark_worker_dead": worker,
     "leave": worker,
     "list_workers": lambda p, r: E(query={"namespace": p.namespace}, shows=True),
+    "list_workers: unnamed": lambda p, r: E(works=False),
+    "list_tasks": lambda p, r: E(query={"namespace": p.namespace}),
+    "list_tasks: unnamed": lambda p, r: E(),
+    "list_worker_executions": lambda p, r: E((r.instance,)),
+    "list_worker_events": lambda p, r: E((r.instance,), {"namespace": p.namespace}),
     "list_workers: cursor": lambda p, r: E(query={"namespace": p.namespace, "cursor": r.instance}, positional=True),
     # -- flows
     "create_flow": lambda p, r: E(body={"flow_id": flow(), "flow_kind": "dag", "namespace": p.namespace}),
@@ -242,12 +280,48 @@ EXAMPLES: dict[str, Maker] = {
     "describe_flow": lambda p, r: of(p.flow, shows=True),
     "get_flow_summary": lambda p, r: E((p.flow,), works=False),
     "list_flow_members": lambda p, r: of(p.flow),
+    "read_flow_graph": lambda p, r: of(p.flow),
     "list_edges": lambda p, r: E((p.flow,), {"outgoing": r.source}, shows=True),
     "list_edges: incoming": lambda p, r: E((p.flow,), {"incoming": r.target}, shows=True),
     "set_edge_group_policy": lambda p, r: E((p.flow, r.other), body={"policy": {"kind": "all_of"}}),
     # -- budgets and quotas
     "create_budget": lambda p, r: E(body=budget(p, new())),
     "create_budget: known id": lambda p, r: E(body=budget(p, r.own_budget)),
+    "list_spenders": lambda p, r: E((r.own_budget,), {"namespace": p.namespace}),
+    "list_spenders: cursor": lambda p, r: E(
+        (p.own_budget,), {"namespace": p.namespace, "cursor": r.active}, positional=True
+    ),
+    "read_spending": lambda p, r: of(p.active),
+    "list_quotas": lambda p, r: E(query={"namespace": p.namespace}),
+    "list_quotas: cursor": lambda p, r: E(query={"namespace": p.namespace, "cursor": r.quota}, positional=True),
+    "list_events": lambda p, r: E(),
+    "list_events: page": lambda p, r: E(query={"topics": "completion,lease", "before": "5", "limit": "3"}),
+    "read_levels": lambda p, r: E(tells_lanes=True),
+    "search_flows": lambda p, r: E(query={"namespace": p.namespace}),
+    "search_flows: unnamed": lambda p, r: E(query={"cursor": f"{2**47}/{r.flow}"}, positional=True),
+    "preview_operation": lambda p, r: E(
+        body={"verb": "cancel", "criteria": {"namespace": p.namespace, "parent_id": r.active}}
+    ),
+    "preview_operation: unnamed": lambda p, r: E(
+        body={"verb": "cancel", "criteria": {"worker_instance_id": r.instance}}
+    ),
+    "start_operation": lambda p, r: E(
+        body={"verb": "cancel", "criteria": {"namespace": p.namespace, "parent_id": r.active}, "reason": "r"}
+    ),
+    "list_operations": lambda p, r: E(),
+    "read_operation": lambda p, r: E((new(),), works=False),
+    "cancel_operation": lambda p, r: E((new(),), works=False),
+    "put_schedule": lambda p, r: E((f"new-{p.namespace}",), body=schedule(p)),
+    "list_schedules": lambda p, r: E(query={"namespace": p.namespace}, shows=True),
+    "list_schedules: unnamed": lambda p, r: E(),
+    "describe_schedule": lambda p, r: E((r.schedule,), {"namespace": p.namespace}, shows=True),
+    "describe_schedule: unnamed": lambda p, r: E((r.schedule,), works=False),
+    "pause_schedule": lambda p, r: E((r.schedule,), {"namespace": p.namespace}, body={"note": "n"}),
+    "resume_schedule": lambda p, r: E((r.schedule,), {"namespace": p.namespace}),
+    "trigger_schedule": lambda p, r: E((r.schedule,), {"namespace": p.namespace}, body={"trigger_id": new()}),
+    "backfill_schedule": lambda p, r: E((r.schedule,), {"namespace": p.namespace}, body={"start": 1, "end": 2}),
+    "delete_schedule": lambda p, r: E((r.schedule,), {"namespace": p.namespace}),
+    "retire_schedules": lambda p, r: E(body={"owner": "app", "keep": [], "namespace": p.namespace}),
     "list_budgets": lambda p, r: E(query={"namespace": p.namespace}),
     "list_budgets: cursor": lambda p, r: E(query={"namespace": p.namespace, "cursor": r.own_budget}, positional=True),
     "get_budget_status": lambda p, r: E((r.own_budget,), {"namespace": p.namespace}, shows=True),
@@ -296,6 +370,11 @@ EXAMPLES: dict[str, Maker] = {
     "refund_budget": lambda p, r: held(p, budget_id=p.budget, reservation_id=r.reservation),
     # -- durable functions
     "record_step": lambda p, r: held(p, name="s", occurrence=0, result=[1]),
+    "set_fact": lambda p, r: held(p, name="f", place="f", count=1, value=[1]),
+    "reply": lambda p, r: E(
+        body={"handle": p.handle, "message_id": r.question, "memo": {"name": "reply:m"}}, works=p is r
+    ),
+    "close_inbox": lambda p, r: held(p, memo={"name": "close:inbox"}),
     "read_steps": lambda p, r: of(p.active, shows=True),
     "open_gate": lambda p, r: E(body=gate(p, kind="mailbox", mailbox="m")),
     "open_gate: children": lambda p, r: E(body=gate(p, kind="children", children=[r.child, r.ended], need=1)),
@@ -305,6 +384,22 @@ EXAMPLES: dict[str, Maker] = {
         taken=WAITPOINT_IN_USE,
     ),
     "park": lambda p, r: held(p, gates=[r.timer]),
+    "remembered": lambda p, r: held(p),
+    "record_patch": lambda p, r: held(p, patch="p", is_new=False),
+    "release_held": lambda p, r: E((p.active,), body={"accept": True}),
+    "pin_version": lambda p, r: held(p, version="1"),
+    "unpin": lambda p, r: E((p.active,), body={}),
+    "count_held": lambda p, r: E(),
+    "count_old_ways": lambda p, r: E(),
+    "list_held": lambda p, r: E(body={"tasks": ["t"], "namespace": r.namespace}),
+    "spawn": lambda p, r: held(p, children=[]),
+    "open_gates": lambda p, r: held(p, gates=[{"name": "g", "kind": "mailbox", "mailbox": "m"}]),
+    "continue_as_new": lambda p, r: held(p),
+    "read_batch": lambda p, r: held(p),
+    "leave_gates": lambda p, r: held(p, operations=[{"name": r.timer}], memo={"name": "race:first"}),
+    "open_gates_and_park": lambda p, r: held(
+        p, gates=[{"name": "n", "kind": "children", "children": [r.child], "need": 1}], names=[r.timer]
+    ),
     "read_waits": lambda p, r: of(p.active, shows=True),
     "read_votes": lambda p, r: E((p.active, r.voted), shows=True),
     "spend_for": lambda p, r: E(
@@ -335,6 +430,7 @@ EXAMPLES: dict[str, Maker] = {
     "follow_leases": lambda p, r: feed(p),
     "follow_signals": lambda p, r: feed(p),
     "follow_operators": lambda p, r: feed(p),
+    "follow_events": lambda p, r: feed(p),
     # -- pages behind links
     "show_waitpoint": lambda p, r: E((p.suspended, r.waitpoint), {"token": r.link}, shows=True),
     "show_waitpoint: other token": lambda p, r: E((p.suspended, p.waitpoint), {"token": r.link}, works=p is r),

@@ -20,7 +20,7 @@ from flowfabric.server import App
 from tests.security.client import Request, send
 
 ROOT = "the-root-token-of-this-server"
-PARTITION = 7  # of all rows, so that lookups by partition and id could find rows of the other tenant
+PARTITION = 7  # shared by all rows, so that lookups by partition and id could find rows of the other tenant
 SHARED_LANE = "L"
 HOUR_MS = 3_600_000
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -34,13 +34,16 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     waiting: str  # claimable in the shared lane
     active: str  # call_lease; with steps, waits, output, a child and a reservation
-    handle: str  # of the active one
-    child: str  # of the active one
+    handle: str  # belongs to the active execution
+    child: str  # belongs to the active execution
     pending: str  # a waitpoint of the active one that unknown_tenant waits for yet
     voted: str = "votes"  # the gate of the active one that signals closed
     timer: str = "timer"  # the gate of the active one that is open
+    fact: str = "shown"  # a fact of the active one
+    asked: str  # a message to the active one that was replied to
+    question: str  # one that was not
     suspended: str
-    waitpoint: str  # of the suspended one
+    waitpoint: str  # belongs to the suspended execution
     link: str  # the token of that waitpoint
     ended: str  # completed, with a result and a closed stream
     revoked: str  # its lease was taken away
@@ -56,11 +59,12 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     limited: str  # waits for the budget
     budget: str
     quota: str
-    reservation: str  # of the active one, in the budget
+    reservation: str  # a reservation of the active execution in the budget
     own_budget: str  # an id that the other tenant has no budget of
     instance: str  # a registered worker
     key: str  # the idempotency key of the waiting one
     api_token: str  # its id
+    schedule: str  # a schedule's name, unlike that of the other tenant
     last: str  # the one that the newest event of every feed is about
 
     def hides(self, text: str) -> bool:
@@ -162,8 +166,15 @@ class Seed:
             **await self._waits(),
             **await self._flow(),
             **await self._registry(),
+            schedule=await self._schedule(),
             last=await self._last(),
         )
+
+    async def _schedule(self) -> str:
+        name = str(uuid.uuid4())
+        run = creation(self.namespace, execution_kind=f"kind-{self.secret}", input_payload=self.octets)
+        await self.send_request("PUT", f"/v1/schedules/{name}", {"spec": {"every_ms": HOUR_MS}, "run": run})
+        return name
 
     async def _limits(self) -> dict[str, str]:
         own = str(uuid.uuid4())
@@ -209,6 +220,13 @@ class Seed:
         await self.signal(active, vote, opened["OpenedGate"]["links"][0]["token"])
         await self.call_lease("gates", handle, name="timer", kind="timer", expires_in_ms=HOUR_MS)
         await self.send_request("POST", f"{path}/messages", message | {"mailbox": self.secret})  # stays unread
+        await self.call_lease("facts", handle, name="shown", place="shown", count=1, value=self.octets)
+        replied, question = str(uuid.uuid4()), str(uuid.uuid4())
+        for message_id in (replied, question):
+            await self.send_request("POST", f"{path}/asks", message | {"mailbox": "asks", "message_id": message_id})
+        await self.call_lease(
+            "reply", handle, message_id=replied, payload=self.octets, memo={"name": f"reply:{self.secret}"}
+        )
         reservation = str(uuid.uuid4())
         kept = {"budget_id": budget_id, "reservation_id": reservation, "namespace": self.namespace}
         await self.send_request("POST", f"{path}/reserve", kept | {"amounts": {"tokens": 1}, "ttl_ms": HOUR_MS})
@@ -223,6 +241,8 @@ class Seed:
             "handle": handle,
             "pending": pending["waitpoint_id"],
             "reservation": reservation,
+            "asked": replied,
+            "question": question,
             "child": await self.create(parent_id=active),
             "ended": ended,
             "key": key,

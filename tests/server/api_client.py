@@ -16,7 +16,7 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import FlowId, PartitionCounts, flow_partition
 from flowfabric.model.answers.execution import Claimed
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.server.lifecycle import Server
 from flowfabric.settings import Secret
@@ -49,6 +49,11 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.001)
+
+
+def why_refused(response: httpx2.Response) -> str:
+    """Return the detail in the error header, which the client raises."""
+    return str(msgspec.json.decode(response.headers["x-ff-error"])["detail"])
 
 
 class ApiClient:

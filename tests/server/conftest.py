@@ -1,4 +1,4 @@
-"""A server on SQLite and on Postgres. Requests are made in-process unless a test needs a real connection."""
+"""A server on SQLite, on Postgres and on Valkey. Requests are made in-process unless a test needs a real connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import open_store
 from tests.server.api_client import SECRET, ApiClient
 
 
-@pytest.fixture(params=("sqlite", "postgres"))
+@pytest.fixture(params=("sqlite", "postgres", "valkey"))
 async def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(request, clock, tmp_path) as store:
         yield store

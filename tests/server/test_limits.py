@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import ConfigError, ServerSettings, connection_limits
 from flowfabric.server.lifecycle import engine_lifespan
 from flowfabric.server.routes import ROUTE_GROUPS

@@ -76,6 +76,35 @@ async def test_a_feed_resumes_without_gap_or_repetition(api: ApiClient, address:
         assert bad.status_code == 400
 
 
+async def test_all_topics_are_followed_on_one_line_and_each_resumes_where_it_was(api: ApiClient, address: str) -> None:
+    async with httpx2.AsyncClient(base_url=address) as client:
+        async with client.stream("GET", "/v1/events/all") as answer:
+            events = Events(answer.aiter_lines())
+            await events.next("open")
+            first = await api.create_completed()
+            assert (await events.next("completion"))["execution_id"] == first
+        missed = await api.create_completed()
+        after_first = {"Last-Event-ID": events.last_id}
+        async with client.stream("GET", "/v1/events/all?topics=completion,lease", headers=after_first) as answer:
+            resumed = Events(answer.aiter_lines())
+            assert (await resumed.next("completion"))["execution_id"] == missed
+        async with client.stream("GET", "/v1/events/all?topics=lease,completion&from=start&namespace=ns") as answer:
+            lines = answer.aiter_lines()
+            names: list[str] = []
+            async with asyncio.timeout(10):
+                async for line in lines:
+                    if line.startswith("event: "):
+                        names.append(line.removeprefix("event: "))
+                    if names.count("completion") == 2 and names.count("lease") >= 2:
+                        break
+            assert set(names) == {"open", "completion", "lease"}
+        for wrong in ("zz", "completion.", "completion.zz,lease.00", "lease.00"):
+            headers = {"Last-Event-ID": wrong}
+            answer = await client.get("/v1/events/all?topics=completion,lease", headers=headers)
+            assert answer.status_code == 400, wrong
+        assert (await client.get("/v1/events/all?topics=completion,x")).status_code == 400
+
+
 @pytest.mark.parametrize("feed", ["leases", "signals", "operators"])
 async def test_every_feed_can_be_followed(api: ApiClient, address: str, feed: str) -> None:
     async with httpx2.AsyncClient(base_url=address) as client, client.stream("GET", f"/v1/events/{feed}") as answer:
@@ -206,6 +235,14 @@ async def test_a_server_that_shuts_down_is_not_ready(api: ApiClient) -> None:
     assert (await api.get("/readyz")).json() == {"status": "ready"}
     api.app.begin_closing()
     assert (await api.get("/readyz")).status_code == 503
+
+
+async def test_a_connection_that_comes_while_the_server_closes_is_closed(api: ApiClient, address: str) -> None:
+    api.app.begin_closing()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
 
 
 async def test_large_headers_are_refused(api: ApiClient, address: str) -> None:

@@ -41,10 +41,12 @@ SPECIFIED = {
     "ff_execution_e2e_duration_seconds": "histogram",
     "ff_errors_total": "counter",
     "ff_workers": "gauge",
+    "ff_held_runs": "gauge",
     "ff_completions_total": "counter",
 }
+on_valkey_too = pytest.mark.parametrize("store", ["sqlite", "postgres", "valkey"], indirect=True)
 METRIC = re.compile(r"\bff_\w+")
-SERIES = re.compile(r"_(?:bucket|sum|count)$")  # of a histogram
+SERIES = re.compile(r"_(?:bucket|sum|count)$")  # the series of a histogram
 SAMPLE = re.compile(r'(\w+)(?:\{((?:\w+="[^"]*",?)+)\})? ([0-9.]+)')
 
 
@@ -70,6 +72,7 @@ async def test_every_specified_metric_is_exposed_before_the_first_event(api: Api
     assert samples(text)["ff_worker_at_capacity_total", ""] == 0
 
 
+@on_valkey_too
 async def test_metrics_have_the_specified_labels(api: ApiClient) -> None:
     await api.create_completed(b"r")
     await api.create_claimed()
@@ -101,6 +104,7 @@ async def test_metrics_have_the_specified_labels(api: ApiClient) -> None:
     assert " ".join(bounds) == "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 +Inf"
 
 
+@on_valkey_too
 async def test_counters_are_exposed_while_the_store_is_unavailable(
     api: ApiClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +125,7 @@ async def test_metrics_can_be_switched_off(engine: Engine) -> None:
     assert (await ApiClient(engine, ServerSettings(serve_metrics=False)).get("/metrics")).status_code == 404
 
 
+@on_valkey_too
 async def test_queue_depth_has_the_states_that_are_queues(api: ApiClient) -> None:
     await api.create(delay_until=await api.engine.ping() + 60_000)
     exposed = samples((await api.get("/metrics")).text)

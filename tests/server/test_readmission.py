@@ -12,14 +12,15 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.model.api_token import ApiScope
-from flowfabric.server import auth
+from flowfabric.model.security.api_token import ApiScope
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.server.app import REAUTHENTICATE_S
 from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.security import auth
 from tests.server.api_client import ApiClient, bearer, new_bearer, path, run_server, wait_until
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
-EVENTS = ["/v1/events/completions", "/v1/events/leases", "/v1/events/signals", "/v1/events/operators"]
+EVENTS = [f"/v1/events/{name}" for name in ("completions", "leases", "signals", "operators", "all")]
 
 
 @pytest.fixture
@@ -118,17 +119,19 @@ async def test_a_feed_continues_while_its_token_is_valid(
                     break
 
 
+MESSAGE = "11111111-1111-4111-8111-111111111111"
 POLLS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "await_end": ("GET", "{one}/end?wait_ms=30000", None),
     "get_result": ("GET", "{one}/result?wait_ms=30000", None),
     "tail_stream": ("GET", "{one}/attempts/0/stream/tail?block_ms=30000", None),
+    "ask": ("POST", "{one}/asks", {"mailbox": "m", "message_id": MESSAGE, "wait_ms": 30_000}),
+    "read_reply": ("GET", "{one}/asks/" + MESSAGE + "?wait_ms=30000", None),
+    "read_fact": ("GET", "{one}/facts/f?wait_ms=30000", None),
     "await_ends": ("POST", "/v1/executions/ends", {"execution_ids": ["{id}"], "wait_ms": 30_000}),
     "claim": ("POST", "/v1/workers/w/claims", {"worker_instance_id": "i", "lanes": ["idle"], "wait_ms": 30_000}),
 }
-COMMANDS = {
-    "cancel_flow",
-    "rotate_waitpoint_secret",
-}  # run to their end; the token is checked before the response
+# These run to their end; the token is checked before the response.
+COMMANDS = {"cancel_flow", "rotate_waitpoint_secret"}
 
 
 def test_every_long_poll_is_covered_here() -> None:
@@ -143,8 +146,10 @@ async def test_a_long_poll_ends_when_its_token_is_revoked(
 ) -> None:
     method, url, body = POLLS[name]
     execution_id = await api.create()
-    made = await engine.make_api_token("t", [ApiScope.READ, ApiScope.WORK])
+    made = await engine.make_api_token("t", [ApiScope.READ, ApiScope.SUBMIT, ApiScope.WORK])
     url = url.replace("{one}", path(execution_id))
+    if name == "read_reply":
+        await engine.ask(MessageArgs(execution_id=execution_id, message_id=MESSAGE, mailbox="m"))
     if body is not None and "execution_ids" in body:
         body = body | {"execution_ids": [execution_id]}
     poll = asyncio.create_task(client.request(method, url, json=body, headers=bearer(made.token)))

@@ -11,10 +11,11 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.json_limits import MAX_DIGITS
-from flowfabric.model.api_token import ApiScope
-from flowfabric.server import ConfigError, ServerSettings, auth, create_app, openapi
-from flowfabric.server.auth import rate_limit_address
+from flowfabric.model.security.api_token import ApiScope
+from flowfabric.server import ConfigError, ServerSettings, create_app, openapi
 from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.security import auth
+from flowfabric.server.security.auth import rate_limit_address
 from flowfabric.server.settings import from_environment
 from flowfabric.settings import Secret
 from tests.server.api_client import (

@@ -14,6 +14,7 @@ from flowfabric.server.tracing import NoTracing, OtelTracing
 from tests.server.api_client import ApiClient
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+on_valkey_too = pytest.mark.parametrize("store", ["sqlite", "postgres", "valkey"], indirect=True)
 CLAIM = {"worker_instance_id": "w-1", "lanes": ["L"]}
 
 
@@ -27,6 +28,7 @@ def exported(api: ApiClient) -> InMemorySpanExporter:
     return exporter
 
 
+@on_valkey_too
 async def test_every_attempt_links_to_its_submit(api: ApiClient, exported: InMemorySpanExporter) -> None:
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
     await api.post("/v1/executions", api.create_body(policy=retry), headers={"traceparent": PARENT})
@@ -74,6 +76,7 @@ async def test_an_attempt_is_a_span_below_its_claim_and_the_retry_links_to_it(
     assert failed.context.span_id == attempts[0].context.span_id
 
 
+@on_valkey_too
 async def test_a_takeover_links_to_the_claim_that_was_lost(
     api: ApiClient, exported: InMemorySpanExporter, clock: ManualClock
 ) -> None:

@@ -48,7 +48,7 @@ class Join:
         self.kind, self.k, self.on_satisfied = kind, k, on_satisfied
         self.staged = self.n = self.succeeded = self.failed = self.skipped = 0
         self.state = "pending"
-        self.siblings: list[str] | None = None  # to be cancelled
+        self.siblings: list[str] | None = None  # the siblings that remain to be cancelled
 
     @property
     def requires_too_much(self) -> bool:

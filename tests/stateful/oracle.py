@@ -344,7 +344,7 @@ class Oracle(Claiming):
         old, life.priority = life.priority, min(9000, max(0, new_priority))
         life.mutation = self.now
         details = {"old_priority": old, "new_priority": life.priority}
-        self.told.append(("operator", execution_id, self.now, "priority_changed", details))
+        self.emitted.append(("operator", execution_id, self.now, "priority_changed", details))
         return {"is": "Changed", "execution_id": execution_id}
 
     def replay_execution(self, execution_id: str) -> Any:
@@ -363,7 +363,7 @@ class Oracle(Claiming):
         life.outcome, life.attempt_state = "none", "pending_replay_attempt"
         life.enter(self.now)
         life.history.append(("replay_initiated", self.now, None, None, None))
-        self.told.append(("operator", execution_id, self.now, "replayed", ANY))
+        self.emitted.append(("operator", execution_id, self.now, "replayed", ANY))
         return {"is": "Replayed", "public_state": "waiting"}
 
     def set_execution_tag(self, execution_id: str, key: str, value: str) -> Any:

@@ -31,7 +31,7 @@ class Claiming:
         self.lives: dict[str, Life] = {}
         self.keys: dict[tuple[int, str, str], tuple[str, int]] = {}
         self.can_sign = False
-        self.told: list[tuple[Any, ...]] = []  # completions and operator events
+        self.emitted: list[tuple[Any, ...]] = []  # completions and operator events
         self._seen: Any = None  # the actual answer, for the minted ids
         self._marked: set[str] = set()  # the leases that were found expired
 
@@ -217,6 +217,7 @@ class Claiming:
             "handle": handle,
             "payload": None,
             "namespace": None,
+            "life": 0,  # none of the oracle's verbs continues a run as new
         }
 
     # -- 4.6, 4.7 -----------------------------------------------------------------------------------------------------
@@ -242,16 +243,16 @@ class Claiming:
             if len(claimed) == limit:
                 break
             ids = seen[len(claimed)] if len(claimed) < len(seen) else {"lease_id": ANY, "attempt_id": ANY}
-            told = {"payload": self._payload(life), "namespace": life.namespace}
+            common = {"payload": self._payload(life), "namespace": life.namespace}
             if life.is_interrupted():
                 if life.reclaims >= self._cap(life, None):
                     self._end_at_cap(life)
                     continue
-                claimed.append({**self._reclaimed(life, {**holder, "lane": lane_id}, ids), **told})
+                claimed.append({**self._reclaimed(life, {**holder, "lane": lane_id}, ids), **common})
             elif life.attempt_state == "attempt_interrupted":
-                claimed.append({**self._resumed(life, holder, ids, "claim_resumed", None), **told})
+                claimed.append({**self._resumed(life, holder, ids, "claim_resumed", None), **common})
             else:
-                claimed.append({**self._fresh(life, holder, ids, timeout=life.own_timeout()), **told})
+                claimed.append({**self._fresh(life, holder, ids, timeout=life.own_timeout()), **common})
         return claimed
 
     def _payload(self, life: Life) -> dict[str, Any]:
@@ -427,7 +428,7 @@ class Claiming:
     def _end(self, life: Life, outcome: str, attempt: str, **how: Any) -> None:
         life.end(self.now, outcome, attempt, **how)
         tag = life.tags.get("cairn.instance_id")
-        self.told.append(("completion", life.execution_id, self.now, outcome, life.namespace, tag))
+        self.emitted.append(("completion", life.execution_id, self.now, outcome, life.namespace, tag))
 
 
 def _holder(worker: dict[str, str], lane: str, ttl: int) -> dict[str, Any]:

@@ -83,9 +83,8 @@ class Player:
     def _engine(self, clock: ManualClock, seat: int) -> Engine:
         engine = Engine(self.store, minter=SteadyMinter(seat))
         engine.runtime.random = random.Random(seat).random
-        engine.runtime.estimate = StoreClockEstimate(
-            monotonic_s=lambda: 0.0
-        )  # It keeps its last estimate, which is wrong after a jump.
+        # It keeps its last estimate, which is wrong after a jump.
+        engine.runtime.estimate = StoreClockEstimate(monotonic_s=lambda: 0.0)
         engine.estimate.update(clock.now)
         return engine
 
@@ -96,10 +95,12 @@ class Player:
     async def play(self, call: Call) -> Outcome:
         """Execute a call and return its outcome."""
         given = {name: self._own(value) for name, value in call.given.items()}
+        answer: Any
         try:
             answer = await getattr(self.engines[call.seat], call.verb)(**given)
         except FabricError as refused:
-            return Outcome(refused, self.plain(refused))
+            answer = refused
+        await self.engines[call.seat].child_cancels.drain()
         return Outcome(answer, self.plain(answer))
 
     def _own(self, value: Any) -> Any:
@@ -110,7 +111,10 @@ class Player:
         return value
 
     def plain(self, value: Any) -> Any:
-        """Return a value as plain data, the same for every store: only the store's own name is left out."""
+        """Return a value as plain data, the same for every store: only the store's own name is left out.
+
+        A field that is UNSET is absent, as in the answers of the server.
+        """
         match value:
             case FabricError():
                 facts = {name: self.plain(fact) for name, fact in value.facts.items()}
@@ -118,7 +122,8 @@ class Player:
             case Handle():
                 return {"handle": value.kind.value, **msgspec.structs.asdict(value.fields)}
             case msgspec.Struct():
-                return {"is": variant_name(type(value)), **self.plain(msgspec.structs.asdict(value))}
+                fields = {name: one for name, one in msgspec.structs.asdict(value).items() if one is not msgspec.UNSET}
+                return {"is": variant_name(type(value)), **self.plain(fields)}
             case dict():
                 return {str(name): self.plain(one) for name, one in value.items()}
             case list() | tuple():
@@ -136,7 +141,7 @@ class Player:
     # -- stored rows ------------------------------------------------------------------------------------------------
 
     async def execution_rows(self) -> list[Execution]:
-        """Return the row of every execution, whoever wrote it last."""
+        """Return the row of every execution, by any writer."""
         return [msgspec.structs.replace(row, revision=0) for row in await scan_all(self.store, Execution)]
 
     async def rows(self) -> dict[str, list[Any]]:
@@ -174,13 +179,13 @@ class Player:
         return {topic: by_execution(await self._news(topic)) for topic in Topic}
 
     async def _news(self, topic: Topic) -> list[FeedEvent]:
-        told: list[FeedEvent] = []
+        events: list[FeedEvent] = []
         while True:
             page = await self.store.feed(topic, self._read_to[topic], 3)
-            told += page.events
+            events += page.events
             self._read_to[topic] = page.position
             if not page.events:
-                return told
+                return events
 
     async def histories(self, execution_ids: Sequence[str]) -> dict[str, Any]:
         """Return attempts, leases and views of each execution."""
@@ -197,7 +202,7 @@ class Player:
         }
 
 
-def by_execution(told: list[FeedEvent]) -> list[FeedEvent]:
+def by_execution(events: list[FeedEvent]) -> list[FeedEvent]:
     """Return events without positions, grouped by execution and in order."""
-    ordered = sorted(told, key=lambda one: one.event.execution_id)
+    ordered = sorted(events, key=lambda one: one.event.execution_id)
     return [msgspec.structs.replace(one, position=0) for one in ordered]

@@ -193,6 +193,12 @@ class Waiting(Lives):
                     del self.remembered[key]
             self._keep(e, link.waitpoint_id, link.token)
 
+    @move(weight=2, pick=some.picks, unmet=((), ("m",)))
+    def begin_the_next_life(self, pick: int, unmet: tuple[str, ...]) -> None:
+        """Continue as new: gates close, what was remembered goes, unread messages stay."""
+        if self.held:
+            self.do("continue_as_new", handle=self.handle(pick), input_payload=b"2", unmet=unmet)
+
     @move(weight=3, lane=some.lanes, worker=some.workers, lives=(1, 2), votes=(0, 1, 2))
     def ask_and_park(self, lane: str, worker: str, lives: int, votes: int) -> None:
         """Ask people and park, perhaps again in a life after one that succeeded."""
@@ -380,7 +386,7 @@ class Waiting(Lives):
             assert waits == is_open == (row.current_suspension_id is not None), "suspended without a suspension"
             if root is not None:
                 assert not is_open or row.current_suspension_id == root.suspension_id
-                assert (root.due_at is not None) == is_open, "a closed suspension stands in the list"
+                assert (root.due_at is not None) == is_open, "a closed suspension is listed"
                 gates = msgspec.json.decode(root.gates or "{}")
                 assert not any((execution_id, name) in ended for name in gates), "a gate is open and has ended"
                 parked_on = msgspec.json.decode(root.waits_on or "[]") if is_open else []

@@ -15,7 +15,7 @@ from flowfabric.model.deployment import SweepLease
 from flowfabric.model.execution import Execution
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.queries import Read, Scan
-from flowfabric.testing.faults import FlakyStore, Loss
+from flowfabric.testing.flaky_store import FlakyStore, Loss
 
 
 def a_change(name: str = "sweep") -> Change:

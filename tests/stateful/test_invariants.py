@@ -149,7 +149,7 @@ async def test_a_missing_attempt_record_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "sentence"),
+    ("fields", "sentence"),
     [
         ({"outcome": "success"}, "2 completion events for 1 ended lives"),
         ({"lease": "acquired", "lease_epoch": 1}, "I7 leases acquired under epochs \\[1, 1\\]"),
@@ -157,11 +157,11 @@ async def test_a_missing_attempt_record_is_named() -> None:
         ({"operator": "replayed"}, "the replay count differs from the replay events"),
     ],
 )
-async def test_a_surplus_event_is_named(told: dict[str, Any], sentence: str) -> None:
+async def test_a_surplus_event_is_named(fields: dict[str, Any], sentence: str) -> None:
     engine = Engine(MemoryStore(ManualClock()))
     held = await claimed(engine)
     await engine.fail(held.handle, reason="boom")
-    await engine.store.commit([Change((), (), (Event(held.execution_id, "default", **told),), id=7)])
+    await engine.store.commit([Change((), (), (Event(held.execution_id, "default", **fields),), id=7)])
 
     with pytest.raises(InvariantBroken, match=sentence):
         await check_invariants(engine)
@@ -177,3 +177,41 @@ async def test_a_decreasing_count_is_named() -> None:
 
     with pytest.raises(InvariantBroken, match="I7 retry_count went back from 1 to 0"):
         await watch.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rank": 5}, "rank 5 in life 1 follows from no instant since its creation"),
+        ({"rank": 2**50}, "in life 1 follows from no instant since its creation"),
+        ({"rank": 1_700_000_000_000}, "its place in the queue moved from 1700000000050 to 1700000000000"),
+        ({"rank": 1_700_000_000_060}, "its place in the queue moved from 1700000000050 to 1700000000060"),
+        ({"life": None}, "life went back from 1 to 0"),
+        ({"retry_count": 0}, "I7 retry_count went back from 1 to 0"),
+    ],
+)
+async def test_a_later_life_keeps_its_place_and_counts_its_own_retries(fields: dict[str, Any], sentence: str) -> None:
+    clock = ManualClock(1_700_000_000_000)
+    engine = Engine(MemoryStore(clock))
+    watch = InvariantChecker(engine)
+    held: Claimed | None = await claimed(engine, policy=RETRY)
+    for _ in range(2):
+        assert held is not None
+        await engine.fail(held.handle, reason="flaky")
+        await watch.check()
+        await engine.sweep_once("delayed_promoter")
+        held = await engine.claim("default", worker_id="wa", worker_instance_id="wa-1")
+        assert held is not None
+        if held.life == 0:
+            clock.advance_ms(50)
+            await engine.continue_as_new(held.handle, b"2")
+            await watch.check()
+            clock.advance_ms(50)
+            held = await engine.claim("default", worker_id="wa", worker_instance_id="wa-1")
+    assert held is not None
+    await watch.check()
+    await damage(engine, held.execution_id, **fields)
+
+    with pytest.raises(InvariantBroken) as broken:
+        await watch.check()
+    assert sentence in str(broken.value)

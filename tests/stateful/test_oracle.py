@@ -14,7 +14,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.rules.execution.views import core_fields
 from flowfabric.stores.memory.store import MemoryStore
-from flowfabric.testing.faults import FlakyStore
+from flowfabric.testing.flaky_store import FlakyStore
 from flowfabric.testing.invariants import InvariantChecker, scan_all
 from tests.stateful.execution_model import Life
 from tests.stateful.operations import Lives
@@ -69,7 +69,7 @@ class BesideTheOracle(Lives):
         outcome = await self.players[0].play(call)
         page = await self.players[0].store.feed(Topic.LEASE, self._read_to, 1000)
         self._read_to = page.position
-        return outcome, {told.event.execution_id for told in page.events if told.event.lease == "expired"}
+        return outcome, {found.event.execution_id for found in page.events if found.event.lease == "expired"}
 
     async def _compare(self, call: Call) -> None:
         store = self.players[0].store
@@ -96,18 +96,18 @@ class BesideTheOracle(Lives):
         assert (context.input_payload, context.tags) == (life.payload or b"", life.tags)
         attempts = self.players[0].plain(await engine.attempt_history(life.execution_id))
         assert len(attempts) == len(life.attempts)
-        for seen, told in zip(attempts, life.attempts, strict=True):
+        for seen, expected in zip(attempts, life.attempts, strict=True):
             lineage = {name: value for name, value in seen["lineage"].items() if value is not None and name != "is"}
-            assert lineage == {name: value for name, value in told["lineage"].items() if value is not None}
-            assert seen["attempt_state"] == told["state"]
-            assert {name: seen[name] for name in told if name not in ("lineage", "state")} == {
-                name: value for name, value in told.items() if name not in ("lineage", "state")
+            assert lineage == {name: value for name, value in expected["lineage"].items() if value is not None}
+            assert seen["attempt_state"] == expected["state"]
+            assert {name: seen[name] for name in expected if name not in ("lineage", "state")} == {
+                name: value for name, value in expected.items() if name not in ("lineage", "state")
             }
         history = [
             (entry.event, entry.ts, entry.fields.get("lease_epoch") or entry.fields.get("new_lease_epoch"))
             for entry in await engine.lease_history(life.execution_id)
         ]
-        assert history == [told[:3] for told in life.history if told[0] != "renewed"]
+        assert history == [event[:3] for event in life.history if event[0] != "renewed"]
 
     async def _compare_feeds(self, call: Call) -> None:
         """Compare each feed, as a subscriber receives it, with the events of the oracle."""
@@ -117,8 +117,8 @@ class BesideTheOracle(Lives):
             heard.append(("completion", news.execution_id, news.at, news.outcome, news.namespace, news.instance_tag))
         while news := await operators.next(timeout_s=0):
             heard.append(("operator", news.execution_id, news.at, news.event_type, news.details))
-        told, self.oracle.told = self.oracle.told, []
-        assert sorted(heard, key=repr) == sorted(told, key=repr) or _same(heard, told), call
+        emitted, self.oracle.emitted = self.oracle.emitted, []
+        assert sorted(heard, key=repr) == sorted(emitted, key=repr) or _same(heard, emitted), call
         while news := await leases.next(timeout_s=0):
             self._told.setdefault(news.execution_id, []).append((news.variant, news.at, news.revoked_by))
         for life in self.oracle.lives.values():
@@ -147,9 +147,9 @@ class OnAFlakyWire(BesideTheOracle):
         assert self.wire.losses
 
 
-def _same(heard: list[tuple[Any, ...]], told: list[tuple[Any, ...]]) -> bool:
+def _same(heard: list[tuple[Any, ...]], emitted: list[tuple[Any, ...]]) -> bool:
     """Return True for the same entries in any order; the oracle may leave a part open."""
-    left = list(told)
+    left = list(emitted)
     for entry in heard:
         match = next((one for one in left if one == entry), None)
         if match is None:

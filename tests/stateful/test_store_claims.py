@@ -105,10 +105,10 @@ def waiting_row(chance: random.Random, minter: SeededMinter, now: int) -> Execut
     )
 
 
-def by_the_rule(row: Execution, take: ClaimRequest, stamp: LeaseIds, now: int) -> tuple[Execution, Event]:
+def by_the_rule(row: Execution, request: ClaimRequest, ids: LeaseIds, now: int) -> tuple[Execution, Event]:
     """Return the row and the event that the rule makes of it."""
     holder = LeaseHolder(
-        take.worker_id, take.worker_instance_id, "", stamp.lease_id, stamp.attempt_id, take.lease_ttl_ms
+        request.worker_id, request.worker_instance_id, "", ids.lease_id, ids.attempt_id, request.lease_ttl_ms
     )
     decision: Decision[lease.AcquiredLease]
     if row.attempt_state is AttemptState.ATTEMPT_INTERRUPTED:
@@ -119,13 +119,11 @@ def by_the_rule(row: Execution, take: ClaimRequest, stamp: LeaseIds, now: int) -
     (patch,) = decision.change.writes
     (event,) = decision.change.events
     assert isinstance(patch, Patch)
-    return apply_patch(row, patch.fields, stamp.revision, now), event
+    return apply_patch(row, patch.fields, ids.revision, now), event
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_store_claim_makes_of_every_row_what_the_rule_makes_of_it(
-    store: Store, clock: ManualClock, seed: int
-) -> None:
+async def test_a_store_claim_writes_the_same_row_as_the_rule(store: Store, clock: ManualClock, seed: int) -> None:
     chance, minter = random.Random(seed), SeededMinter(seed)
     rows = [waiting_row(chance, minter, clock.now) for _ in range(ROWS)]
     payloads = [Payload(row.execution_id, "task", "me", b"\x00" * number) for number, row in enumerate(rows)]
@@ -139,18 +137,18 @@ async def test_a_store_claim_makes_of_every_row_what_the_rule_makes_of_it(
     before = await store.feed_end()
 
     taken: list[tuple[Execution, Payload]] = []
-    told: list[Event] = []
+    emitted: list[Event] = []
     while len(taken) < len(expected):
         clock.advance_ms(1)
-        stamps = tuple(LeaseIds(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(7))
-        take = ClaimRequest(lines, stamps, "wa", "wa-1", 1000, lease.CLAIM)
-        batch = expected[len(taken) : len(taken) + len(stamps)]
-        ruled = [by_the_rule(row, take, stamp, clock.now) for row, stamp in zip(batch, stamps, strict=False)]
-        found = await store.claim_rows(take)
+        lease_ids = tuple(LeaseIds(minter.uuid(), minter.uuid(), minter.change_id()) for _ in range(7))
+        request = ClaimRequest(lines, lease_ids, "wa", "wa-1", 1000, lease.CLAIM)
+        batch = expected[len(taken) : len(taken) + len(lease_ids)]
+        ruled = [by_the_rule(row, request, ids, clock.now) for row, ids in zip(batch, lease_ids, strict=False)]
+        found = await store.claim_rows(request)
         assert [row for row, _ in found.rows] == [row for row, _ in ruled]
         taken += found.rows
-        told += [event for _, event in ruled]
+        emitted += [event for _, event in ruled]
 
     by_id = {payload.execution_id: payload for payload in payloads}
     assert all(payload == by_id[row.execution_id] for row, payload in taken)
-    assert [one.event for one in (await store.feed(Topic.LEASE, before, 1000)).events] == told
+    assert [one.event for one in (await store.feed(Topic.LEASE, before, 1000)).events] == emitted

@@ -1,4 +1,4 @@
-"""Dead index entries for tests of reads, and a meter of the entries that reads step over, as the server counts them."""
+"""Dead rows for tests of reads, and a meter of the index entries or pages that are read, as the server counts them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.pool import in_transaction
 from flowfabric.stores.postgres.sql import column_type
 
-_COUNT = (
+ENTRIES = (
     "select coalesce(sum(pg_stat_get_xact_tuples_returned(i.indexrelid)), 0)::bigint"
     " from pg_index i join pg_class c on c.oid = i.indexrelid where c.relname like 'ff\\_%'"
+)
+PAGES = (
+    "select coalesce(sum(pg_stat_get_xact_blocks_fetched(c.oid)), 0)::bigint"
+    " from pg_class c where c.relname like 'ff\\_%'"
 )
 _ZERO = {"bigint": "0", "smallint": "0", "text": "''", "bytea": "''::bytea", "boolean": "false"}
 _ZERO["double precision"] = "0"
 
 
 class Meter:
-    """Counts the index entries that the statements of a store step over."""
+    """Counts the index entries, or the pages, that the statements of a store read while it measures."""
 
-    def __init__(self, store: PostgresStore) -> None:
-        self.entries = 0
+    def __init__(self, store: PostgresStore, count: str = ENTRIES) -> None:
+        self.total = 0
+        self._count = count
+        self._measures = False
         links: Any = store._pool
         links.read, links.write = self._metered(links.read), self._metered(links.write)
 
     def _metered(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def metered(work: Callable[[Any], Awaitable[Any]], **more: Any) -> Any:
+            if not self._measures:
+                return await send(work, **more)
+
             async def counted(connection: Any) -> Any:
-                before = await connection.fetchval(_COUNT)
+                before = await connection.fetchval(self._count)
                 answer = await work(connection)
-                self.entries += await connection.fetchval(_COUNT) - before
+                self.total += await connection.fetchval(self._count) - before
                 return answer
 
             return await send(lambda connection: in_transaction(connection, counted), **more)
@@ -44,10 +53,11 @@ class Meter:
         return metered
 
     async def cost(self, work: Awaitable[Any]) -> int:
-        """Return how many entries this work steps over."""
-        before = self.entries
+        """Return how many entries or pages this work reads."""
+        self.total, self._measures = 0, True
         await work
-        return self.entries - before
+        self._measures = False
+        return self.total
 
 
 @asynccontextmanager
@@ -57,6 +67,12 @@ async def connected(dsn: str) -> AsyncIterator[Any]:
         yield connection
     finally:
         await connection.close()
+
+
+async def vacuum(dsn: str) -> None:
+    """Remove the dead entries of every table, as far as no snapshot can see them."""
+    async with connected(dsn) as connection:
+        await connection.execute("vacuum (index_cleanup on, truncate off)")
 
 
 async def insert_rows(dsn: str, row: type[msgspec.Struct], prefix: str, count: int, **values: str) -> None:
@@ -80,9 +96,19 @@ async def insert_rows(dsn: str, row: type[msgspec.Struct], prefix: str, count: i
 async def leave_dead(dsn: str, row: type[msgspec.Struct], count: int, **values: str) -> None:
     """Insert rows and delete them: their index entries stay while a snapshot is held."""
     await insert_rows(dsn, row, "dead-", count, **values)
-    key = next(column.name for column in TABLE[row].columns if column.name in TABLE[row].key and column.kind is str)
+    texts = (column.name for column in TABLE[row].columns if column.name in TABLE[row].key and column.kind is str)
+    key = next(name for name in texts if name not in values)
     async with connected(dsn) as connection:
         await connection.execute(f"delete from {TABLE[row].name} where \"{key}\" like 'dead-%'")
+
+
+async def update_often(dsn: str, row: type[msgspec.Struct], column: str, count: int) -> None:
+    """Update this column of all rows so many times, each time in a transaction of its own."""
+    async with connected(dsn) as connection:
+        await connection.execute(
+            f"do $$ begin for n in 1..{count} loop"
+            f" update {TABLE[row].name} set {column} = {column} + 1; commit; end loop; end $$"
+        )
 
 
 def keyed(*names: str) -> list[QueueKey]:

@@ -14,19 +14,21 @@ from flowfabric.ids import (
     flow_partition,
     quota_partition,
 )
-from flowfabric.model.api_token import ApiToken
-from flowfabric.model.budget import BudgetSpend
+from flowfabric.model.bulk_operation import BulkOperation
 from flowfabric.model.change import BulkInsert, Change, Delete, Insert, Patch, Write, absent
 from flowfabric.model.deployment import Deployment, SweepLease
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution, IdempotencyKey
 from flowfabric.model.flow import EdgeGroup, Flow
 from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.limits.budget import BudgetSpend
+from flowfabric.model.limits.quota import QuotaSlot
 from flowfabric.model.outbox import OutboxMessage
-from flowfabric.model.quota import QuotaSlot
-from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.model.scheduling.lane import Lane
+from flowfabric.model.scheduling.worker import RegisteredWorker, WorkerEvent
+from flowfabric.model.security.api_token import ApiToken
+from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.model.suspension import Waitpoint
-from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.homes import GLOBAL_HOME, home_of, home_of_change, home_of_event
 from tests.stores.sample_rows import event, execution
@@ -35,7 +37,9 @@ UUID = "0191f0e2-7c3a-4b1d-8e5f-123456789abc"
 FLOW = f"{{fp:{flow_partition(FlowId(UUID), DEFAULT_PARTITIONS)}}}"
 BUDGET = f"{{b:{budget_partition(BudgetId(UUID), DEFAULT_PARTITIONS)}}}"
 QUOTA = f"{{q:{quota_partition(QuotaPolicyId(UUID), DEFAULT_PARTITIONS)}}}"
-GLOBAL_ROWS = {SweepLease, Deployment, ApiToken, Keystore, SigningKey, RegisteredWorker, WorkerEvent}
+GLOBAL_ROWS = {
+    *(SweepLease, Deployment, Lane, ApiToken, BulkOperation, Keystore, SigningKey, RegisteredWorker, WorkerEvent)
+}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 
 from flowfabric import ids
 from flowfabric.api.encoding import Natural, RedactedRepr, RequestBody
-from flowfabric.model.api_token import ApiScope, TokenView
+from flowfabric.model.security.api_token import ApiScope, TokenView
 
 
 class RotateWaitpointSecretRequest(RedactedRepr, RequestBody, frozen=True):
@@ -49,6 +49,21 @@ class StoreInfo(msgspec.Struct, frozen=True):
     now: int  # milliseconds since the epoch
     schema_version: int = 0
     release: str = ""
+    spreads: dict[str, int] = {}  # the spread of each lane that has one other than 1
+
+
+class SetLaneSpreadRequest(RequestBody, frozen=True):
+    """The number of partitions that new executions of a lane are spread over."""
+
+    spread: int
+
+
+class WhoAmI(msgspec.Struct, frozen=True):
+    """The caller of the request; `namespaces` is null for a token that is bound to none."""
+
+    name: str
+    scopes: list[ApiScope]
+    namespaces: list[str] | None
 
 
 class HealthStatus(msgspec.Struct, frozen=True):

@@ -92,7 +92,7 @@ class CreateQuotaPolicyRequest(RequestBody, frozen=True):
 class ExecutionBudgetRequest(RequestBody, frozen=True, kw_only=True):
     """A request on behalf of an execution to one of its budgets."""
 
-    namespace: str | None = None  # of the execution; an unbound token saves the server a load by sending it
+    namespace: str | None = None  # with it, the server loads no row for an unbound token
     shared: bool = True  # fall back to the shared budget of that id, if the token may use it
 
 
@@ -100,9 +100,11 @@ class RecordSpendRequest(ExecutionBudgetRequest, frozen=True):
     budget_id: str
     dimensions: dict[str, Natural]
     idempotency_key: str | None = None
+    reservation_id: str | None = None  # the usage is taken from this reservation first
+    acknowledged: list[str] | None = None  # keys of reports that the caller has recorded; null if it never says so
 
     def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id)
+        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
 
 
 class ReserveBudgetRequest(ExecutionBudgetRequest, frozen=True):
@@ -110,6 +112,8 @@ class ReserveBudgetRequest(ExecutionBudgetRequest, frozen=True):
     reservation_id: str
     amounts: dict[str, Natural]
     ttl_ms: Natural
+    drawn: dict[str, Natural] | None = None  # spent from it before; if it has ended, only the rest is reserved again
+    epoch: Natural = 0  # that of the caller's lease
 
     def __post_init__(self) -> None:
         check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
@@ -129,6 +133,8 @@ class RefundReservationRequest(RequestBody, frozen=True):
     namespace: str | None = None
     shared: bool = True
     execution_id: str | None = None  # if set, a reservation of another execution is refused
+    epoch: Natural | None = None  # a reservation that a later lease has taken up stays
+    acknowledged: tuple[str, ...] = ()  # keys of reports that the caller has recorded
 
     def __post_init__(self) -> None:
         check_ids(ids.parse_uuid, self.reservation_id)

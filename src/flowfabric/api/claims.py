@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from flowfabric import ids
 from flowfabric.api.encoding import I64, Natural, RequestBody, check_ids
+from flowfabric.model.scheduling.worker import ServedTask
 
 MAX_CLAIM = 1000
 MAX_LANES = 100
@@ -72,8 +73,9 @@ class ClaimedWork(msgspec.Struct, frozen=True):
     payload_encoding: str | None
     creator_identity: str
     policy: str | None
-    traceparent: str | None = None  # of the submitting request, if tracing is on
+    traceparent: str | None = None  # names the submitting request, if tracing is on
     namespace: str | None = None  # unknown for a redeemed grant
+    life: int = 0  # how often the execution continued as new
 
 
 class ClaimWorkResponse(msgspec.Struct, frozen=True):
@@ -127,6 +129,7 @@ class RegisterWorkerRequest(WorkerInstanceRequest, frozen=True, kw_only=True):
     lanes: list[str]
     liveness_ttl_ms: Natural
     capabilities: tuple[str, ...] = ()
+    tasks: tuple[ServedTask, ...] = ()
 
 
 class MarkWorkerDeadRequest(WorkerInstanceRequest, frozen=True):

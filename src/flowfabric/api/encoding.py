@@ -68,7 +68,7 @@ def decode_octets(name: str, octets: list[int] | UnsetType | None, encoded: byte
     return None if octets is UNSET or octets is None else bytes(octets)
 
 
-HANDLE_NOT_OURS = "handle: not one of ours"
+HANDLE_NOT_OURS = "handle: not a handle of this system"
 
 
 def handle_to_text(handle: Handle, signature: bytes) -> str:

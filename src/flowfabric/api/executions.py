@@ -17,6 +17,9 @@ from flowfabric.api.encoding import (
     RequestBody,
     check_ids,
 )
+from flowfabric.engine.types import KeyMode
+from flowfabric.model.execution import KeyUntil
+from flowfabric.model.failure import StoredFailure
 from flowfabric.model.states import PublicState
 
 MAX_AWAITED = 1000
@@ -57,16 +60,48 @@ class CreateExecutionRequest(RequestBody, frozen=True):
     delay_until: I64 | None = None
     execution_deadline_at: I64 | None = None
     parent_id: str | None = None
+    key_lane: str | None = None  # the lane that the id was minted for, if not `lane_id`
     partition_id: U16 | None = None  # ignored: the id determines the partition
     now: I64 | None = None  # ignored: the clock of the store is used
 
     def __post_init__(self) -> None:
-        check_ids(ids.parse_lane_id, self.lane_id)
+        check_ids(ids.parse_lane_id, self.lane_id, self.key_lane)
         check_ids(ids.parse_execution_id, self.execution_id, self.parent_id)
         if self.input_payload is UNSET and self.input_payload_b64 is None:
             raise ValueError("input_payload is missing")
         if self.input_payload is not UNSET and self.input_payload_b64 is not None:
             raise ValueError("input_payload is given twice")
+
+
+class KeyMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message to the execution that a submit creates or finds; the sender mints its id."""
+
+    mailbox: str
+    message_id: str
+    payload_b64: bytes | None = None
+    payload_encoding: str | None = None
+    sender: str = ""
+    wants_reply: bool = False
+
+
+class StartByKeyRequest(RequestBody, frozen=True):
+    """An execution to create under the key in the path, unless that is taken; and a message to it.
+
+    `mode` says what happens if the key is taken, `until` as long as what.
+    """
+
+    execution: CreateExecutionRequest
+    mode: KeyMode = KeyMode.RETURN
+    until: KeyUntil = KeyUntil.PURGED
+    ttl_ms: Natural | None = None
+    wait_ms: Natural = 0
+    latest_ms: Natural | None = None
+    most: Natural = 0
+    message: KeyMessage | None = None
+
+
+class KeyHolderResponse(msgspec.Struct, frozen=True):
+    execution_id: str
 
 
 class ExecutionInfoResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -139,6 +174,16 @@ class SetTagsResponse(msgspec.Struct, frozen=True):
     set: int
 
 
+class ExecutionInputResponse(msgspec.Struct, frozen=True):
+    """What a handler starts with; the input is base64."""
+
+    execution_kind: str
+    input_payload_b64: bytes
+    payload_encoding: str | None
+    creator_identity: str
+    policy: dict[str, Any] | None
+
+
 class ReadProgressResponse(msgspec.Struct, frozen=True):
     pct: int | None
     message: str | None
@@ -152,6 +197,7 @@ class ExplanationResponse(msgspec.Struct, frozen=True):
     obstacle: str
     facts: dict[str, Any]
     sentence: str
+    parts: list[str | int]  # the sentence, with its instants as milliseconds between the texts
 
 
 class ExecutionOutcomeResponse(msgspec.Struct, frozen=True):
@@ -162,6 +208,7 @@ class ExecutionOutcomeResponse(msgspec.Struct, frozen=True):
     reason: str | None
     result_b64: bytes | UnsetType | None = UNSET
     namespace: str | None = None
+    error: StoredFailure | None = None
 
 
 class ReadResultsRequest(RequestBody, frozen=True):

@@ -17,6 +17,7 @@ from flowfabric.api.encoding import (
     check_ids,
     decode_octets,
 )
+from flowfabric.model.failure import StoredFailure
 
 MAX_HANDLES = 10_000
 MAX_CHILDREN = 1000
@@ -36,6 +37,7 @@ class RenewLeasesRequest(RequestBody, frozen=True):
 class ReportProgressRequest(HolderRequest, frozen=True):
     pct: Natural | None = None
     message: str | None = None
+    counts: dict[str, Natural] | None = None  # how often each branch of the function has reported
 
 
 class CompleteRequest(HolderRequest, frozen=True):
@@ -50,6 +52,7 @@ class CompleteRequest(HolderRequest, frozen=True):
 class FailRequest(HolderRequest, frozen=True):
     reason: str
     category: str = "transient"
+    error: StoredFailure | None = None
     retry_policy: str | None = None
 
 

@@ -86,8 +86,8 @@ class DeliverSignalRequest(RedactedRepr, RequestBody, frozen=True):
         decode_octets("payload", self.payload, self.payload_b64)
 
 
-class SendMessageRequest(RequestBody, frozen=True):
-    """A message to the mailbox of a durable function."""
+class MessageRequest(RequestBody, frozen=True):
+    """A message to a run."""
 
     mailbox: str
     message_id: str | None = None
@@ -96,8 +96,19 @@ class SendMessageRequest(RequestBody, frozen=True):
     payload_encoding: str | None = None
     sender: str = ""
     idempotency_key: str | None = None
-    dedup_ttl_ms: Natural = DEDUP_TTL_MS
 
     def __post_init__(self) -> None:
         check_ids(ids.parse_uuid, self.message_id)
         decode_octets("payload", self.payload, self.payload_b64)
+
+
+class SendMessageRequest(MessageRequest, frozen=True):
+    """A message to the mailbox of a durable function."""
+
+    dedup_ttl_ms: Natural = DEDUP_TTL_MS
+
+
+class AskRequest(MessageRequest, frozen=True):
+    """A message that wants a reply. The same `message_id`, or the same `idempotency_key`, is the same question."""
+
+    wait_ms: Natural = 0

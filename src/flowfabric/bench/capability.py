@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -86,10 +85,7 @@ async def capability(
             routings.append(await _route(engine, f"bench-{scenario.__name__}", needs, offers))
         begin_step.finish()
     return CapabilityReport(
-        store=scratch.kind,
-        durability=scratch.durability,
-        versions=scratch.all_versions,
-        cores=os.cpu_count() or 1,
+        **scratch.report_fields(),
         jobs=jobs,
         rounds=rounds,
         sets=SETS,

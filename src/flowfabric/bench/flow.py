@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
@@ -95,10 +94,7 @@ async def flow(
         created_s = await _graph(engine, graph)
         begin_step.finish()
     return FlowReport(
-        store=scratch.kind,
-        durability=scratch.durability,
-        versions=scratch.all_versions,
-        cores=os.cpu_count() or 1,
+        **scratch.report_fields(),
         rounds=rounds,
         steps=steps,
         in_flight=IN_FLIGHT,

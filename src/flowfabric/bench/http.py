@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import uuid
 from asyncio.subprocess import PIPE, Process
@@ -44,7 +43,7 @@ class HttpReport(BenchReport, frozen=True):
     claim: RequestRate
     complete: RequestRate
     control: RequestRate
-    create_ratio: float  # of the control
+    create_ratio: float  # creates per second, divided by the control's
 
 
 async def http(
@@ -74,10 +73,7 @@ async def http(
         begin_step.finish()
         medians = {name: _median(samples) for name, samples in rates.items()}
         return HttpReport(
-            store=scratch.kind,
-            durability=scratch.durability,
-            versions=scratch.all_versions,
-            cores=os.cpu_count() or 1,
+            **scratch.report_fields(),
             clients=clients,
             requests=requests,
             rounds=rounds,

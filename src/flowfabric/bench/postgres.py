@@ -66,7 +66,7 @@ returning step.id
 """
 _CANCEL = "update step set status = 3, done_at = now() where chain = $1 and status = 0"
 
-TIMEOUT_S = 10.0  # for a notification
+TIMEOUT_S = 10.0  # time to wait for a notification
 
 
 class PostgresControl:

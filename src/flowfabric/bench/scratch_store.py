@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from flowfabric import __version__
+from flowfabric.connector import VALKEY_SCHEMES
 from flowfabric.errors import InvalidInput
 
 BATCH = 100  # rows that the control inserts, claims and finishes at a time
@@ -56,6 +58,11 @@ async def paced(count: int, per_second: int) -> AsyncIterator[int]:
         yield number
 
 
+def per_job(before_us: float | None, after_us: float | None, jobs: int) -> float | None:
+    """Return the CPU of the servers for each of so many jobs, in microseconds."""
+    return None if before_us is None or after_us is None else (after_us - before_us) / jobs
+
+
 class BenchReport(msgspec.Struct, frozen=True):
     """The fields of every report: what was measured, on which machine."""
 
@@ -73,6 +80,7 @@ class ScratchStore(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     control: Control | None = None
     shared: bool = True  # True if a second engine on this URL sees the same rows
+    server_cpu_s: Callable[[], Awaitable[float]] | None = None  # CPU that all servers have used, if they know it
 
     @property
     def kind(self) -> str:
@@ -83,6 +91,19 @@ class ScratchStore(msgspec.Struct, frozen=True):
     def all_versions(self) -> dict[str, str]:
         """The versions of FlowFabric, Python, and of the server and driver."""
         return {"flowfabric": __version__, "python": platform.python_version(), **self.versions}
+
+    def report_fields(self) -> dict[str, Any]:
+        """Return the fields of `BenchReport`."""
+        return {
+            "store": self.kind,
+            "durability": self.durability,
+            "versions": self.all_versions,
+            "cores": os.cpu_count() or 1,
+        }
+
+    async def server_us(self) -> float | None:
+        """The microseconds of CPU that all servers have used so far; None where they do not know it."""
+        return None if self.server_cpu_s is None else await self.server_cpu_s() * 1e6
 
 
 def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
@@ -97,6 +118,13 @@ def scratch_store(url: str) -> AbstractAsyncContextManager[ScratchStore]:
                 raise InvalidInput("url: Postgres needs its driver: pip install 'flowfabric[postgres]'") from missing
 
             return postgres_scratch_store(url)
+        case scheme if scheme.removesuffix("+cluster") in VALKEY_SCHEMES:
+            try:
+                from flowfabric.bench.valkey import valkey_scratch_store
+            except ImportError as missing:
+                raise InvalidInput("url: Valkey needs its driver: pip install 'flowfabric[valkey]'") from missing
+
+            return valkey_scratch_store(url)
         case _:
             return _as_named(url)
 

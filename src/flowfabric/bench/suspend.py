@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from statistics import median, quantiles
 from time import perf_counter
@@ -13,6 +12,7 @@ from typing import TypeVar
 
 from flowfabric import Engine, Handle
 from flowfabric.bench.scratch_store import BenchReport, scratch_store
+from flowfabric.bench.throughput import ProgressCallback, StepCounter
 from flowfabric.connector import open_engine
 from flowfabric.engine.operations.suspensions import Suspended
 from flowfabric.engine.types import FreshWaitpoint, SignalArgs, SuspendArgs
@@ -23,7 +23,7 @@ LEASE_MS = 600_000
 WARM_UP = 20
 FRAME = b'{"token":"word"}'
 WRITERS = 256  # tasks that write frames at the same time, each waiting for its own
-PAUSE_S = 0.005  # for the waiting side to become idle
+PAUSE_S = 0.005  # time in which the waiting side becomes idle
 
 T = TypeVar("T")
 
@@ -52,28 +52,25 @@ async def suspend(
     rounds: int,
     frames: int,
     tails: int,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SuspendReport:
     """Measure on a scratch store beside the named one."""
-    report_progress = progress or (lambda what, done, steps: None)
+    begin_step = StepCounter(progress, 3)
     async with AsyncExitStack() as stack:
         scratch = await stack.enter_async_context(scratch_store(url))
         engine = await stack.enter_async_context(await open_engine(scratch.url))
         await engine.ensure_signing_key(secrets.token_hex(32))
-        report_progress("suspend, signal, claim", 0, 3)
+        begin_step("suspend, signal, claim")
         times, commit_times = await _round_trips(engine, rounds)
-        report_progress("frames", 1, 3)
+        begin_step("frames")
         rate = await _frames(engine, frames)
-        report_progress("tail", 2, 3)
+        begin_step("tail")
         reader = await stack.enter_async_context(await open_engine(scratch.url)) if scratch.shared else engine
         delays = await _tails(engine, reader, tails)
-        report_progress("done", 3, 3)
+        begin_step.finish()
         totals = [suspending + resuming for suspending, _, resuming in times]
         return SuspendReport(
-            store=scratch.kind,
-            durability=scratch.durability,
-            versions=scratch.versions,
-            cores=os.cpu_count() or 1,
+            **(scratch.report_fields() | {"versions": scratch.versions}),
             rounds=rounds,
             resume_p50_ms=_ms(median(totals)),
             resume_p99_ms=_p99(totals),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Protocol
@@ -15,7 +15,7 @@ import msgspec
 
 from flowfabric import Engine
 from flowfabric.bench import workload
-from flowfabric.bench.scratch_store import BenchReport, Control, ScratchStore, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, Control, ScratchStore, per_job, scratch_store
 from flowfabric.connector import open_engine
 
 PER_SECOND = 50  # submits while latency is measured
@@ -41,8 +41,11 @@ class ThroughputReport(BenchReport, frozen=True, omit_defaults=True):
     submit_ratio: float | None = None
     control_latency_p50_ms: float | None = None
     latency_ratio: float | None = None
+    server_us_per_submit: float | None = None  # CPU of all servers, of a bulk submit
+    server_us_per_drained: float | None = None
+    control_server_us_per_drained: float | None = None
     depth: int | None = None
-    claim_ms: float | None = None  # of 100 rows, in an almost empty store
+    claim_ms: float | None = None  # time of a claim of 100 rows in an almost empty store
     claim_at_depth_ms: float | None = None
     claim_cost_ratio: float | None = None
 
@@ -73,7 +76,7 @@ async def throughput(
         claimer = await stack.enter_async_context(await open_engine(scratch.url)) if scratch.shared else engine
         begin_step("latency at 50 submits a second")  # first: after the rounds the server is busy with vacuuming
         times = await _latencies(engine, claimer, scratch.control, payloads[0], WARM_UP + samples)
-        rates = [await _round(engine, scratch.control, number, payloads, begin_step) for number in range(rounds)]
+        rates = [await _round(engine, scratch, number, payloads, begin_step) for number in range(rounds)]
         costs = None
         if depth:
             other = await stack.enter_async_context(scratch_store(url))
@@ -100,6 +103,9 @@ class RoundRates(msgspec.Struct, frozen=True):
     drain: float
     control_drain: float | None
     single: float
+    submit_us: float | None  # CPU of the servers for each execution
+    drain_us: float | None
+    control_drain_us: float | None
 
 
 class StepCounter:
@@ -121,29 +127,35 @@ class StepCounter:
 
 
 async def _round(
-    engine: Engine, control: Control | None, number: int, payloads: Sequence[bytes], begin_step: Callable[[str], None]
+    engine: Engine, scratch: ScratchStore, number: int, payloads: Sequence[bytes], begin_step: Callable[[str], None]
 ) -> RoundRates:
     """Measure engine and control in turns, so that a slow moment of the machine affects both."""
     lane, name, insert, control_drain = f"bench-{number}", f"round {number + 1}: ", None, None
+    control, used_us = scratch.control, [await scratch.server_us()]
     gc.collect()
     begin_step(name + "bulk submit")
     bulk = await workload.bulk_submit(engine, lane, payloads)
+    used_us.append(await scratch.server_us())
     begin_step(name + "bare insert")
     if control is not None:
         started = perf_counter()
         await control.insert(payloads)
         insert = len(payloads) / (perf_counter() - started)
     begin_step(name + "drain")
+    used_us.append(await scratch.server_us())
     drained = await workload.drain(engine, lane, len(payloads))
+    used_us.append(await scratch.server_us())
     begin_step(name + "bare drain")
     if control is not None:
         started = perf_counter()
         control_drain = await control.drain() / (perf_counter() - started)
+    used_us.append(await scratch.server_us())
     begin_step(name + f"{workload.CALLERS} concurrent submits")
     batch = payloads[: max(1, len(payloads) // 4)]
     single = await workload.single_submits(engine, lane, batch)
     await workload.drain(engine, lane, len(batch))
-    return RoundRates(bulk, insert, drained, control_drain, single)
+    submit_us, _, drain_us, bare_us = (per_job(*pair, len(payloads)) for pair in pairwise(used_us))
+    return RoundRates(bulk, insert, drained, control_drain, single, submit_us, drain_us, bare_us)
 
 
 async def _claim_costs(
@@ -199,10 +211,7 @@ def _report(
     own, bare = times
     percentiles = quantiles(own, n=100)
     return ThroughputReport(
-        store=scratch.kind,
-        durability=scratch.durability,
-        versions=scratch.all_versions,
-        cores=os.cpu_count() or 1,
+        **scratch.report_fields(),
         jobs=jobs,
         payload_bytes=payload_bytes,
         rounds=len(rates),
@@ -217,6 +226,9 @@ def _report(
         submit_ratio=_ratio([(rate.bulk, rate.insert) for rate in rates]),
         control_latency_p50_ms=round(median(bare), 2) if bare else None,
         latency_ratio=_ratio([(median(own), _median(bare))]),
+        server_us_per_submit=_rounded(_median([rate.submit_us for rate in rates])),
+        server_us_per_drained=_rounded(_median([rate.drain_us for rate in rates])),
+        control_server_us_per_drained=_rounded(_median([rate.control_drain_us for rate in rates])),
         depth=depth or None,
         claim_ms=None if costs is None else round(costs[0], 2),
         claim_at_depth_ms=None if costs is None else round(costs[1], 2),
@@ -232,3 +244,7 @@ def _ratio(pairs: Sequence[tuple[float, float | None]]) -> float | None:
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)

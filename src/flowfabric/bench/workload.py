@@ -39,7 +39,7 @@ async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> f
     return len(payloads) / took
 
 
-async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes], callers: int = CALLERS) -> float:
+async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes]) -> float:
     """Create one execution per call from many concurrent callers; return the rate per second."""
     waiting = iter(payloads)
 
@@ -54,7 +54,7 @@ async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes], c
             )
 
     started = perf_counter()
-    await asyncio.gather(*(caller() for _ in range(callers)))
+    await asyncio.gather(*(caller() for _ in range(CALLERS)))
     return len(payloads) / (perf_counter() - started)
 
 

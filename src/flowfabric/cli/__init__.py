@@ -10,18 +10,23 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli import (
+from flowfabric.cli.commands import (
     admin,
     bench,
     demo,
+    dev,
     executions,
     maintenance,
+    messages,
+    priority,
     resources,
     results,
+    schedules,
     serve,
     signals,
     submit,
     tail,
+    ui,
     worker,
 )
 
@@ -48,15 +53,18 @@ def options(
 
 COMMANDS = (
     *(maintenance.version, maintenance.migrate, maintenance.doctor, maintenance.backup),
-    *(executions.ls, executions.show, executions.cancel, executions.replay),
+    *(executions.ls, executions.show, executions.find, executions.cancel, executions.replay, executions.release),
+    *(executions.unpin, executions.patches, priority.priority),
     *(submit.submit, results.result, tail.explain, tail.tail, signals.signal, signals.approvals),
-    *(resources.workers, resources.budgets, worker.worker, serve.serve, demo.demo),
+    *(messages.send, messages.facts),
+    *(resources.workers, resources.lanes, resources.budgets, worker.worker, serve.serve, dev.dev, ui.ui, demo.demo),
 )
 for command in COMMANDS:
     app.command()(command)
 admin.add_commands(app, hidden=True)  # admin commands also work without `admin`
 app.add_typer(admin.app, name="admin")
 app.add_typer(bench.app, name="bench")
+app.add_typer(schedules.app, name="schedules")
 
 
 def main() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
 
 if TYPE_CHECKING:
     from types import ModuleType, TracebackType
@@ -10,6 +12,10 @@ if TYPE_CHECKING:
     from flowfabric import Fabric, Task
 
 T = TypeVar("T")
+
+AppArgument = Annotated[
+    str, typer.Argument(metavar="MODULE[:APP]", help="Where the Fabric is: `shop.tasks:app`.", show_default=False)
+]
 
 IMPORT_MACHINERY = {__name__, "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
 
@@ -46,8 +52,6 @@ def _module(target: str, form: str) -> tuple[ModuleType, str]:
     import sys
     import traceback
 
-    import typer
-
     from flowfabric.errors import InvalidInput
 
     module_name, _, name = target.partition(":")
@@ -82,7 +86,8 @@ def _named(module: ModuleType, name: str, kind: type[T]) -> T:
 
     found = getattr(module, name, None)
     if not isinstance(found, kind):
-        raise InvalidInput(f"{module.__name__} has no {kind.__name__} named {name!r}{_others(module, kind)}")
+        what = "task" if kind.__name__ == "Task" else kind.__name__
+        raise InvalidInput(f"{module.__name__} has no {what} named {name!r}{_others(module, kind)}")
     return found
 
 

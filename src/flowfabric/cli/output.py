@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from flowfabric import FabricError
 
+TimeoutOption = Annotated[
+    str | None, typer.Option(metavar="LENGTH", help='Wait no longer than this: "30s", "5m".', show_default=False)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 # Repeated here as text, so that shell completion loads no engine; a test compares them with the enum.
@@ -27,7 +30,7 @@ STATES = (
     *("completed", "failed", "cancelled", "expired", "skipped"),
 )
 BAR_WIDTH = 20
-MIN_LAST_COLUMN_WIDTH = 40  # how narrow the last column of a table may become
+MIN_LAST_COLUMN_WIDTH = 40  # the last column of a table is at least this wide
 INDENT = (0, 0, 0, 2)
 SHORT_CELL_CHARS = 20  # longer cells, such as ids and instants, need no column name
 PIPE_WIDTH = 200  # wide enough that ids are not cut
@@ -53,6 +56,14 @@ def print_json_line(value: Any) -> None:
     import msgspec
 
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def report(json: bool, text: str, **document: object) -> None:
+    """Print a text for people, or with `json` a document."""
+    if json:
+        print_json(document)
+    else:
+        typer.echo(text)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -187,6 +198,8 @@ def hint_for(error: FabricError) -> str | None:
             return f"the states are {', '.join(STATES)}"
         case errors.NotFound(entity="budget") | ids.InvalidUuid(facts={"field": "budget_id"}):
             return "`ff budgets` shows which budgets there are"
+        case errors.NotFound(entity="schedule"):
+            return "`ff schedules list` shows which schedules there are"
         case errors.NotFound():
             return "`ff ls` shows which executions there are"
         case errors.ExecutionNotActive():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
 
 MAX_CANDIDATES = 10
 UUID_DIGITS = 32
@@ -25,7 +25,8 @@ async def resolve_execution_id(engine: EngineAPI, text: str) -> str:
     if len(matches.execution_ids) == 1 and not matches.more:
         return matches.execution_ids[0]
     kinds = await engine.read_kinds(matches.execution_ids)
-    raise _ambiguous("execution_id", text, [f"{one}  {kinds.get(one, '')}" for one in matches.execution_ids])
+    candidates = [f"{one}  {kinds.get(one, '')}" for one in matches.execution_ids]
+    raise _ambiguous("execution_id", text, [*candidates, *(["and others"] if matches.more else [])])
 
 
 async def resolve_budget_id(engine: EngineAPI, text: str, namespace: str) -> str:

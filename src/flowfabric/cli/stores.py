@@ -13,7 +13,7 @@ import typer
 from flowfabric.cli.output import exit_on_error
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ StoreOrServerOption = Annotated[
         show_default=False,
     ),
 ]
+
+NamespaceOption = Annotated[str, typer.Option(help="Of this namespace.")]
 
 
 def resolve_store_url(named: str | None, environ: Mapping[str, str] = os.environ) -> str:

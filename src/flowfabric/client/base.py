@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from flowfabric import errors
 from flowfabric.client.transport import HttpTransport, quote_segment
 from flowfabric.clock import StoreClockEstimate
 from flowfabric.ids import Minter, PartitionCounts, parse_execution_id
@@ -16,6 +19,12 @@ class ClientBase:
     partitions: PartitionCounts
     estimate: StoreClockEstimate
     settings: Settings
+
+
+def refuse_namespaces(namespaces: Sequence[str] | None) -> None:
+    """Raise InvalidInput if a caller names namespaces to search: those of the token are searched."""
+    if namespaces is not None:
+        raise errors.InvalidInput("namespaces: a server searches those of the token")
 
 
 def execution_path(execution_id: str, *rest: str) -> str:

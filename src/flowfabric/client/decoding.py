@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -12,6 +11,9 @@ from flowfabric.api.encoding import variant_name
 from flowfabric.client.errors import BACKEND
 
 T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+W = TypeVar("W")
 
 
 def decode_as(body: bytes, kind: type[T]) -> T:
@@ -22,6 +24,16 @@ def decode_as(body: bytes, kind: type[T]) -> T:
         raise _protocol_error(fault) from fault
 
 
+@overload
+def decode_variant(body: bytes, kind: type[T], /) -> T: ...
+@overload
+def decode_variant(body: bytes, kind: type[T], other: type[U], /) -> T | U: ...
+@overload
+def decode_variant(body: bytes, kind: type[T], other: type[U], third: type[V], /) -> T | U | V: ...
+@overload
+def decode_variant(body: bytes, kind: type[T], other: type[U], third: type[V], last: type[W], /) -> T | U | V | W: ...
+@overload
+def decode_variant(body: bytes, *kinds: Any, **named: Any) -> Any: ...
 def decode_variant(body: bytes, *kinds: Any, **named: Any) -> Any:
     """Decode a response body that is one of several variants (see `api.encoding`)."""
     return convert_variant(decode_as(body, Any), *kinds, **named)
@@ -29,7 +41,7 @@ def decode_variant(body: bytes, *kinds: Any, **named: Any) -> Any:
 
 def convert_variant(value: Any, *kinds: Any, **named: Any) -> Any:
     """Convert a decoded value that is one of several variants."""
-    known: Mapping[str, Any] = {variant_name(kind): kind for kind in kinds} | named
+    known: dict[str, Any] = {variant_name(kind): kind for kind in kinds} | named
     name, fields = (value, {}) if isinstance(value, str) else next(iter(value.items()), ("", {}))
     if name not in known:
         raise _protocol_error(name)

@@ -1,7 +1,7 @@
 """The remote engine: fits `EngineAPI`, and each operation is a request to a server.
 
 It decides and stores nothing: rules, store and sweeps are on the server. Operations of `Engine` without a route raise
-`Unavailable`.
+`Unavailable`. `EngineAPI` documents the operations; here only those have a docstring that differ.
 """
 
 from __future__ import annotations
@@ -13,25 +13,34 @@ from typing import Any, Self
 import httpx2
 
 from flowfabric import errors
-from flowfabric.api.admin import StoreInfo
-from flowfabric.client.decoding import decode_as
+from flowfabric.client.bulk import ClientBulk
 from flowfabric.client.durable import ClientDurable
 from flowfabric.client.executions import ClientExecutions
 from flowfabric.client.limits import ClientLimits
+from flowfabric.client.overview import ClientOverview
 from flowfabric.client.reads import ClientReads
 from flowfabric.client.results import ClientResults
+from flowfabric.client.schedules import ClientSchedules
 from flowfabric.client.stream_writer import ClientStreamWriter, frame_batcher
 from flowfabric.client.transport import RETRY_FOR_S, HttpTransport
 from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.engine import Capabilities, Engine, SchemaVersion
-from flowfabric.engine.metrics.registry import Metrics
-from flowfabric.ids import ExecutionId, LaneId, Minter, RandomMinter, mint_solo, parse_lane_id
+from flowfabric.engine.metrics.recorder import Metrics
+from flowfabric.ids import Minter, RandomMinter
 from flowfabric.settings import Secret, Settings
 
-CONNECT_RETRY_FOR_S = 2.0  # short, so that a wrong address is reported soon
 
-
-class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, ClientLimits, ClientStreamWriter):
+class RemoteEngine(
+    ClientExecutions,
+    ClientDurable,
+    ClientReads,
+    ClientOverview,
+    ClientBulk,
+    ClientSchedules,
+    ClientResults,
+    ClientLimits,
+    ClientStreamWriter,
+):
     """An engine behind a server, with the signatures of `Engine`. Use `connect` to create one."""
 
     is_shared = True  # other processes, threads and loops reach the same store
@@ -61,6 +70,7 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
         self._claim_keys, self._waiting_claims, self._ending_claims = {}, {}, set()
         self._frames = frame_batcher(self.transport)
         self._awaited, self._unpolled, self._pollers = {}, {}, set()
+        self.spreads, self._spreads_read_at, self._reading_spreads = {}, None, None
 
     @classmethod
     async def connect(cls, url: str, **options: Any) -> Self:
@@ -73,27 +83,12 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
             raise
         return engine
 
-    async def ping(self) -> int:
-        """Return the clock of the store, in milliseconds since the epoch."""
-        info = decode_as(
-            (await self.transport.request("GET", "/v1/store", retry_for_s=CONNECT_RETRY_FOR_S)).body, StoreInfo
-        )
-        self.backend, self.partitions, self.release = info.backend, info.partitions, info.release
-        self.schema = SchemaVersion(info.schema_version, info.schema_version)
-        self.estimate.update(info.now)
-        return info.now
-
     def capabilities(self) -> Capabilities:
         """Return the operations of the engine that a server offers."""
         operations = (name for name in dir(type(self)) if not name.startswith("_") and hasattr(Engine, name))
         return Capabilities(self.backend, tuple(sorted(operations)))
 
-    def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
-        """Mint the id of an execution outside a flow, on the partition of its lane."""
-        return mint_solo(LaneId(parse_lane_id(lane_id)), self.partitions, self.minter)
-
     def limit_commands(self, command_s: float) -> None:
-        """Give up on a silent connection after `command_s`, unless a shorter limit is set."""
         if type(command_s) not in (int, float) or not command_s > 0:
             raise errors.InvalidInput("command_s: not a positive number of seconds")
         self.transport.deadlines = self.transport.deadlines.limited(command_s)
@@ -102,12 +97,12 @@ class RemoteEngine(ClientExecutions, ClientDurable, ClientReads, ClientResults, 
         """Do nothing: the server sweeps."""
 
     async def close(self) -> None:
-        """Finish what is in flight and close the connections. A second call does nothing."""
         for task in self._pollers:
             task.cancel()
         for awaited in self._awaited.values():
             awaited.outcome.cancel()
-        if in_flight := (*self._pollers, *self._ending_claims):
+        reading = () if self._reading_spreads is None else (self._reading_spreads,)
+        if in_flight := (*self._pollers, *self._ending_claims, *reading):
             await asyncio.wait(in_flight)
         await self._frames.drain()
         await self.transport.close()

@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.api import executions
 from flowfabric.api.encoding import BULK_LIMIT, CREATE_LIMIT
-from flowfabric.client.base import ClientBase, execution_path
+from flowfabric.client.base import execution_path
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.errors import error_in_batch
+from flowfabric.client.lanes import ClientLanes
 from flowfabric.client.transport import quote_segment
 from flowfabric.engine.operations.flows import NO_WAIT, FlowCancel, GraphEdge, Wait, WaitTimeout, max_wait_ms_of
-from flowfabric.engine.types import CreateExecution, Fence
+from flowfabric.engine.types import CreateExecution, Fence, KeyPolicy, MessageArgs
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.answers import flow as flow_answers
@@ -25,11 +27,11 @@ NO_FENCE = Fence()
 _ENVELOPE = 1024  # bytes that JSON adds to a body
 
 
-class ClientExecutions(ClientBase):
+class ClientExecutions(ClientLanes):
     """Operations of applications on executions and flows."""
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
-        """Create an execution under its own id; a repeated call returns Duplicate."""
+        self._refresh_lanes_if_old()
         body = encode_create(ask)
         if _size(body) > CREATE_LIMIT - _ENVELOPE:  # too large for a single create; the bulk route takes more
             [answer] = await self._create_batch([body])
@@ -37,8 +39,7 @@ class ClientExecutions(ClientBase):
                 raise answer
             return answer
         response = await self.transport.request("POST", "/v1/executions", body)
-        created: answers.Created | answers.Duplicate = decode_variant(response.body, answers.Created, answers.Duplicate)
-        return created
+        return decode_variant(response.body, answers.Created, answers.Duplicate)
 
     async def create_execution(
         self,
@@ -57,8 +58,8 @@ class ClientExecutions(ClientBase):
         delay_until: int | None = None,
         execution_deadline_at: int | None = None,
         parent_id: str | None = None,
+        key_lane: str | None = None,
     ) -> answers.Created | answers.Duplicate:
-        """Create an execution; return Duplicate if its id or its idempotency key exists."""
         return await self.create(
             CreateExecution(
                 execution_id=execution_id,
@@ -76,13 +77,38 @@ class ClientExecutions(ClientBase):
                 delay_until=delay_until,
                 execution_deadline_at=execution_deadline_at,
                 parent_id=parent_id,
+                key_lane=key_lane,
             )
         )
+
+    async def start_by_key(
+        self, ask: CreateExecution, policy: KeyPolicy, *, message: MessageArgs | None = None
+    ) -> answers.Submitted:
+        """Create an execution under its key, or do with the one that has the key what the policy says."""
+        self._refresh_lanes_if_old()
+        body = msgspec.structs.asdict(policy) | {"execution": encode_create(ask)}
+        if message is not None:
+            body["message"] = {
+                "mailbox": message.mailbox,
+                "message_id": message.message_id,
+                "payload_b64": message.payload,
+                "payload_encoding": message.payload_encoding,
+                "sender": message.sender,
+                "wants_reply": message.wants_reply,
+            }
+        return await self.transport.fetch(answers.Submitted, "POST", _key_path(ask.idempotency_key or ""), body)
+
+    async def find_by_key(
+        self, idempotency_key: str, *, namespace: str = "default", lane_id: str = "default"
+    ) -> str | None:
+        query = {"namespace": namespace, "lane_id": lane_id}
+        holder = await self.transport.find(executions.KeyHolderResponse, _key_path(idempotency_key), query=query)
+        return None if holder is None else holder.execution_id
 
     async def create_executions(
         self, asks: Iterable[CreateExecution]
     ) -> list[answers.Created | answers.Duplicate | errors.FabricError]:
-        """Create many executions in few round trips; each gets its own result or error."""
+        self._refresh_lanes_if_old()
         results: list[answers.Created | answers.Duplicate | errors.FabricError] = []
         for batch in _batches([encode_create(ask) for ask in asks]):
             results += await self._create_batch(batch)
@@ -111,7 +137,6 @@ class ClientExecutions(ClientBase):
         flow_kind: str = "dag",
         namespace: str = "default",
     ) -> flow_answers.GraphCreated | flow_answers.FlowExists:
-        """Create a whole flow atomically."""
         body = {
             "flow_id": flow_id,
             "nodes": [encode_create(node) for node in nodes],
@@ -130,17 +155,13 @@ class ClientExecutions(ClientBase):
             "namespace": namespace,
         }
         response = await self.transport.request("POST", "/v1/flows/graph", body)
-        created: flow_answers.GraphCreated | flow_answers.FlowExists = decode_variant(
-            response.body, flow_answers.GraphCreated, flow_answers.FlowExists
-        )
-        return created
+        return decode_variant(response.body, flow_answers.GraphCreated, flow_answers.FlowExists)
 
     # -- existing executions ------------------------------------------------------------------------------------------
 
     async def cancel_execution(
         self, execution_id: str, *, reason: str = "", source: str = "operator_override", fence: Fence = NO_FENCE
     ) -> answers.Cancelled:
-        """Cancel an execution in any state."""
         body = {
             "execution_id": execution_id,
             "reason": reason,
@@ -150,8 +171,7 @@ class ClientExecutions(ClientBase):
             "attempt_id": fence.attempt_id,
         }
         response = await self.transport.request("POST", execution_path(execution_id, "cancel"), body)
-        cancelled: answers.Cancelled = decode_variant(response.body, answers.Cancelled)
-        return cancelled
+        return decode_variant(response.body, answers.Cancelled)
 
     async def cancel_flow(
         self,
@@ -161,7 +181,6 @@ class ClientExecutions(ClientBase):
         reason: str = "",
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
-        """Cancel a flow and the members that the policy selects."""
         longest_ms = max_wait_ms_of(wait)
         query = {
             "wait": None if longest_ms is None else "true",
@@ -170,19 +189,21 @@ class ClientExecutions(ClientBase):
         body = {"flow_id": flow_id, "reason": reason, "cancellation_policy": str(policy)}
         where = f"/v1/flows/{quote_segment(flow_id)}/cancel"
         response = await self.transport.request("POST", where, body, query=query, wait_ms=longest_ms)
-        cancelled: FlowCancel = decode_variant(
+        return decode_variant(
             response.body,
             flow_answers.FlowCancelled,
             flow_answers.CancellationScheduled,
             flow_answers.PartiallyCancelled,
         )
-        return cancelled
 
     async def replay_execution(self, execution_id: str) -> answers.Replayed:
-        """Start another life of an ended execution."""
         response = await self.transport.request("POST", execution_path(execution_id, "replay"))
-        replayed: answers.Replayed = decode_variant(response.body, answers.Replayed)
-        return replayed
+        return decode_variant(response.body, answers.Replayed)
+
+    async def change_priority(self, execution_id: str, new_priority: int, *, lane_id: str = "") -> answers.Changed:
+        path, body = execution_path(execution_id, "priority"), {"new_priority": new_priority}
+        response = await self.transport.request("PUT", path, body)
+        return decode_variant(response.body, answers.Changed)
 
     async def revoke_lease(
         self,
@@ -194,11 +215,10 @@ class ClientExecutions(ClientBase):
     ) -> answers.Revoked | answers.NothingToDo:
         """Revoke the lease at once; the server ignores the other arguments and records its own reason."""
         response = await self.transport.request("POST", execution_path(execution_id, "revoke-lease"))
-        answer = decode_as(response.body, dict[str, dict[str, Any]])
-        if "Revoked" in answer:
-            return answers.Revoked(answer["Revoked"]["lease_id"], int(answer["Revoked"]["lease_epoch"]))
-        satisfied: answers.NothingToDo = convert_variant(answer, answers.NothingToDo)
-        return satisfied
+        answer = decode_variant(response.body, executions.RevokeLeaseResponse, answers.NothingToDo)
+        if isinstance(answer, answers.NothingToDo):
+            return answer
+        return answers.Revoked(answer.lease_id, int(answer.lease_epoch))
 
     async def set_execution_tags(self, execution_id: str, pairs: Mapping[str, str]) -> int:
         """Set tags, all or none; return how many were new or changed."""
@@ -225,6 +245,7 @@ def encode_create(ask: CreateExecution) -> dict[str, Any]:
         "delay_until": ask.delay_until,
         "execution_deadline_at": ask.execution_deadline_at,
         "parent_id": ask.parent_id,
+        "key_lane": ask.key_lane,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -261,3 +282,11 @@ def _batches(bodies: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         length += size
     if batch:
         yield batch
+
+
+def _key_path(idempotency_key: str) -> str:
+    """Return the path of a key; its segments are the task and what follows it."""
+    task, separator, key = idempotency_key.partition("|")
+    if not (task and separator and key):
+        raise errors.InvalidInput(f"idempotency_key: {idempotency_key!r} is not task|key")
+    return f"/v1/keys/{quote_segment(task)}/{quote_segment(key)}"

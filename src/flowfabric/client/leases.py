@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,14 +16,24 @@ from flowfabric.client.decoding import convert_variant, decode_as, decode_varian
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.transport import quote_segment
 from flowfabric.engine.types import Fence
+from flowfabric.event_loop import start_task
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Payload
+from flowfabric.model.failure import read_failure
+from flowfabric.model.scheduling.worker import (
+    STOPPED,
+    MarkedDead,
+    NotRegistered,
+    ServedTask,
+    WorkerPage,
+    WorkerRefreshed,
+    WorkerRegistered,
+)
 from flowfabric.model.states import AttemptType
-from flowfabric.model.worker import STOPPED, MarkedDead, NotRegistered, WorkerPage, WorkerRefreshed, WorkerRegistered
 
 MAX_REMEMBERED_CLAIMS = 10  # request bodies sent under one idempotency key, any of which may have reached the server
-SHORT_RETRY_FOR_S = 1.0  # for heartbeats, which are repeated soon anyway
+SHORT_RETRY_FOR_S = 1.0  # heartbeats are repeated soon anyway
 NO_FENCE = Fence()
 
 
@@ -34,6 +44,10 @@ class RemoteLanePoller:
         self._engine = engine
         self._lanes = tuple(lanes)
         self._claim_options = claim_options
+
+    def max_claim(self, slots: int) -> int:
+        """Return all slots, because each claim is a request."""
+        return slots
 
     async def claim(
         self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
@@ -51,9 +65,8 @@ class ClientLeases(ClientBase):
     """Operations of workers and holders of leases."""
 
     _claim_keys: dict[str, tuple[str, list[dict[str, Any]]]]  # by worker instance: the claim whose response was lost
-    _waiting_claims: dict[
-        str, tuple[str, frozenset[str]]
-    ]  # by worker instance: worker id and lanes of the waiting claim
+    # The worker id and the lanes of the waiting claim of each worker instance.
+    _waiting_claims: dict[str, tuple[str, frozenset[str]]]
     _ending_claims: set[asyncio.Task[Any]]
 
     def pulling(
@@ -66,7 +79,6 @@ class ClientLeases(ClientBase):
         lease_ttl_ms: int = 15_000,
         namespaces: Collection[str] | None = None,
     ) -> RemoteLanePoller:
-        """Open a poller that claims from these lanes."""
         return RemoteLanePoller(
             self,
             lanes,
@@ -148,11 +160,10 @@ class ClientLeases(ClientBase):
         return await self._claim(path, worker_instance_id, body, answer_timeout_s)
 
     def wake_claims(self, lanes: Sequence[str]) -> None:
-        """Make the waiting claims of this process on these lanes return."""
         for instance, (worker_id, claimed_lanes) in self._waiting_claims.items():
             if claimed_lanes.isdisjoint(lanes):
                 continue
-            task = asyncio.get_running_loop().create_task(self._end_claims(worker_id, instance))
+            task = start_task(self._end_claims(worker_id, instance))
             self._ending_claims.add(task)
             task.add_done_callback(self._ending_claims.discard)
 
@@ -170,7 +181,6 @@ class ClientLeases(ClientBase):
     async def renew_many(
         self, handles: Sequence[Handle], *, lease_ttl_ms: int | None = None
     ) -> list[answers.Renewed | errors.FabricError]:
-        """Renew many leases; each gets its own result or error."""
         body = {
             "handles": [handle_to_text(handle, handle.signature) for handle in handles],
             "lease_ttl_ms": lease_ttl_ms,
@@ -191,10 +201,8 @@ class ClientLeases(ClientBase):
         result: bytes | None = None,
         encoding: str | None = None,
     ) -> answers.Completed:
-        """Complete the execution, as the holder of its lease."""
         response = await self._post_as_holder("complete", handle, result_b64=result, encoding=encoding)
-        completed: answers.Completed = decode_variant(response, answers.Completed)
-        return completed
+        return decode_variant(response, answers.Completed)
 
     async def complete_many(
         self,
@@ -230,21 +238,22 @@ class ClientLeases(ClientBase):
         source: str | None = None,
         reason: str,
         category: str = "transient",
+        failure: bytes | None = None,
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
-        """Fail the attempt, as the holder of its lease; the retry policy decides whether another one follows."""
         response = await self._post_as_holder(
-            "fail", handle, reason=reason, category=category, retry_policy=retry_policy
+            "fail",
+            handle,
+            reason=reason,
+            category=category,
+            error=None if failure is None else read_failure(failure),
+            retry_policy=retry_policy,
         )
-        failed: answers.RetryScheduled | answers.TerminalFailed = decode_variant(
-            response, answers.RetryScheduled, answers.TerminalFailed
-        )
-        return failed
+        return decode_variant(response, answers.RetryScheduled, answers.TerminalFailed)
 
     async def cancel_children(
         self, handle: Handle, execution_ids: Sequence[str], *, reason: str = ""
     ) -> answers.ChildrenCancelled:
-        """Cancel children of the held execution."""
         cancelled, ended = list[str](), list[str]()
         for start in range(0, len(execution_ids), MAX_CHILDREN):
             batch = list(execution_ids[start : start + MAX_CHILDREN])
@@ -255,19 +264,21 @@ class ClientLeases(ClientBase):
         return answers.ChildrenCancelled(tuple(cancelled), tuple(ended))
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
-        """Release the work for a length of time; the same attempt continues afterwards."""
         options = {"reason": reason} if reason else {}
         response = await self._post_as_holder("delay", handle, delay_ms=length_ms, **options)
-        delayed: answers.Delayed = decode_variant(response, answers.Delayed)
-        return delayed
+        return decode_variant(response, answers.Delayed)
 
     async def progress(
-        self, handle: Handle, *, pct: int | None = None, message: str | None = None
+        self,
+        handle: Handle,
+        *,
+        pct: int | None = None,
+        message: str | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> answers.ProgressNoted:
-        """Report the progress of the attempt."""
-        response = await self._post_as_holder("progress", handle, pct=pct, message=message)
-        noted: answers.ProgressNoted = decode_variant(response, answers.ProgressNoted)
-        return noted
+        written = None if counts is None else dict(counts)
+        response = await self._post_as_holder("progress", handle, pct=pct, message=message, counts=written)
+        return decode_variant(response, answers.ProgressNoted)
 
     async def _post_as_holder(self, verb: str, handle: Handle | None, **fields: Any) -> bytes:
         """Post a request of the holder of a lease; return the response body."""
@@ -289,30 +300,26 @@ class ClientLeases(ClientBase):
         lanes: Collection[str],
         capabilities: Iterable[str] = (),
         liveness_ttl_ms: int,
+        tasks: Sequence[ServedTask] = (),
     ) -> WorkerRegistered | WorkerRefreshed:
-        """Enter a worker into the registry."""
         body = {
             "worker_instance_id": worker_instance_id,
             "lanes": list(lanes),
             "capabilities": list(capabilities),
             "liveness_ttl_ms": liveness_ttl_ms,
             "namespace": namespace,
+            "tasks": list(tasks),
         }
         response = await self.transport.request("POST", f"/v1/workers/{quote_segment(worker_id)}/register", body)
-        registered: WorkerRegistered | WorkerRefreshed = decode_variant(
-            response.body, WorkerRegistered, WorkerRefreshed
-        )
-        return registered
+        return decode_variant(response.body, WorkerRegistered, WorkerRefreshed)
 
     async def heartbeat_worker(
         self, *, namespace: str = "default", worker_instance_id: str
     ) -> WorkerRefreshed | NotRegistered:
-        """Refresh a worker in the registry."""
         body = {"worker_instance_id": worker_instance_id, "namespace": namespace}
         path = f"/v1/workers/{quote_segment(worker_instance_id)}/heartbeat"
         response = await self.transport.request("POST", path, body, retry_for_s=SHORT_RETRY_FOR_S)
-        refreshed: WorkerRefreshed | NotRegistered = decode_variant(response.body, WorkerRefreshed, NotRegistered)
-        return refreshed
+        return decode_variant(response.body, WorkerRefreshed, NotRegistered)
 
     async def mark_worker_dead(
         self, *, namespace: str = "default", worker_instance_id: str, reason: str = ""
@@ -321,15 +328,20 @@ class ClientLeases(ClientBase):
         body = {"worker_instance_id": worker_instance_id, "namespace": namespace, "reason": reason}
         verb = "leave" if reason == STOPPED else "dead"
         response = await self.transport.request("POST", f"/v1/workers/{quote_segment(worker_instance_id)}/{verb}", body)
-        dead: MarkedDead | NotRegistered = decode_variant(response.body, MarkedDead, NotRegistered)
-        return dead
+        return decode_variant(response.body, MarkedDead, NotRegistered)
 
     async def list_workers(
-        self, namespace: str | None = None, *, after: str | None = None, limit: int = 1000
+        self,
+        namespace: str | None = None,
+        *,
+        after: str | None = None,
+        limit: int = 1000,
+        all_namespaces: bool = False,
     ) -> WorkerPage:
-        """List the live workers of a namespace by instance id."""
+        if namespace is None and not all_namespaces:
+            raise errors.Unavailable("list_workers", "of all namespaces")
         query = {"namespace": namespace, "cursor": after, "limit": limit}
-        return decode_as((await self.transport.request("GET", "/v1/workers", query=query)).body, WorkerPage)
+        return await self.transport.fetch(WorkerPage, "GET", "/v1/workers", query=query)
 
 
 def _claimed(work: ClaimedWork) -> answers.Claimed:
@@ -351,4 +363,5 @@ def _claimed(work: ClaimedWork) -> answers.Claimed:
             policy=work.policy,
         ),
         namespace=work.namespace,
+        life=work.life,
     )

@@ -12,7 +12,7 @@ from flowfabric.client.decoding import decode_as, decode_variant
 from flowfabric.client.transport import quote_segment
 from flowfabric.handles import Handle
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 
 _USAGE = (limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach)
 
@@ -81,7 +81,6 @@ class ClientLimits(ClientBase):
         soft_limits: Sequence[int],
         namespace: str = DEFAULT_NAMESPACE,
     ) -> limit_answers.LimitsChanged:
-        """Change the limits of a budget."""
         body = {
             "dimensions": list(dimensions),
             "hard_limits": list(hard_limits),
@@ -95,17 +94,14 @@ class ClientLimits(ClientBase):
     async def list_budgets(
         self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE
     ) -> list[str]:
-        """List the ids of the budgets of a namespace, ascending."""
         query = {"cursor": cursor, "limit": limit, "namespace": namespace}
-        response = await self.transport.request("GET", "/v1/budgets", query=query)
-        return decode_as(response.body, budgets.BudgetIds).budgets
+        return (await self.transport.fetch(budgets.BudgetIds, "GET", "/v1/budgets", query=query)).budgets
 
     async def get_budget_status(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
     ) -> limit_answers.BudgetStatus:
-        """Return the limits and the usage of a budget."""
-        response = await self.transport.request("GET", _budget_path(budget_id), query={"namespace": namespace})
-        return decode_as(response.body, limit_answers.BudgetStatus)
+        query = {"namespace": namespace}
+        return await self.transport.fetch(limit_answers.BudgetStatus, "GET", _budget_path(budget_id), query=query)
 
     async def read_budget_usage_and_limits(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
@@ -153,8 +149,9 @@ class ClientLimits(ClientBase):
         handle: Handle | None = None,
         namespace: str | None = None,
         shared: bool = True,
+        reservation_id: str | None = None,
+        acknowledged: Sequence[str] | None = None,
     ) -> limit_answers.UsageResult:
-        """Report usage for the ledger of an execution, once for each key."""
         _holds_nothing(handle)
         body = {
             "budget_id": budget_id,
@@ -162,10 +159,11 @@ class ClientLimits(ClientBase):
             "idempotency_key": idempotency_key,
             "namespace": namespace,
             "shared": shared,
+            "reservation_id": reservation_id,
+            "acknowledged": None if acknowledged is None else list(acknowledged),
         }
         response = await self.transport.request("POST", execution_path(execution_id, "spend"), body)
-        usage: limit_answers.UsageResult = decode_variant(response.body, *_USAGE)
-        return usage
+        return decode_variant(response.body, *_USAGE)
 
     async def reserve_budget(
         self,
@@ -178,8 +176,9 @@ class ClientLimits(ClientBase):
         handle: Handle | None = None,
         namespace: str | None = None,
         shared: bool = True,
+        drawn: Mapping[str, int] | None = None,
+        epoch: int = 0,
     ) -> limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied:
-        """Reserve capacity for an execution."""
         _holds_nothing(handle)
         body: dict[str, Any] = {
             "budget_id": budget_id,
@@ -188,12 +187,13 @@ class ClientLimits(ClientBase):
             "ttl_ms": ttl_ms,
             "namespace": namespace,
             "shared": shared,
+            "drawn": dict(drawn or {}),
+            "epoch": epoch,
         }
         response = await self.transport.request("POST", execution_path(execution_id, "reserve"), body)
-        reserved: limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied = decode_variant(
+        return decode_variant(
             response.body, limit_answers.Reserved, limit_answers.HardBreach, limit_answers.AlreadyApplied
         )
-        return reserved
 
     async def settle_budget(
         self,
@@ -205,7 +205,6 @@ class ClientLimits(ClientBase):
         namespace: str | None = None,
         shared: bool = True,
     ) -> limit_answers.UsageResult:
-        """End a reservation with the amounts that were used."""
         body = {
             "budget_id": budget_id,
             "reservation_id": reservation_id,
@@ -214,8 +213,7 @@ class ClientLimits(ClientBase):
             "shared": shared,
         }
         response = await self.transport.request("POST", execution_path(execution_id, "settle"), body)
-        usage: limit_answers.UsageResult = decode_variant(response.body, *_USAGE)
-        return usage
+        return decode_variant(response.body, *_USAGE)
 
     async def refund_budget(
         self,
@@ -225,20 +223,21 @@ class ClientLimits(ClientBase):
         execution_id: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         shared: bool = True,
+        epoch: int | None = None,
+        acknowledged: Sequence[str] = (),
     ) -> limit_answers.Refunded:
-        """Release a reservation unused."""
         body = {
             "reservation_id": reservation_id,
             "execution_id": execution_id,
             "namespace": namespace,
             "shared": shared,
+            "epoch": epoch,
+            "acknowledged": list(acknowledged),
         }
         response = await self.transport.request("POST", _budget_path(budget_id, "refund"), body)
-        refunded: limit_answers.Refunded = decode_variant(response.body, limit_answers.Refunded)
-        return refunded
+        return decode_variant(response.body, limit_answers.Refunded)
 
     async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
-        """Let executions that wait for capacity check again; return True if some still wait."""
         response = await self.transport.request("POST", _budget_path(budget_id, "wake"), query={"namespace": namespace})
         return bool(decode_as(response.body, dict[str, bool])["still_waiting"])
 
@@ -249,4 +248,4 @@ def _budget_path(budget_id: str, *rest: str) -> str:
 
 def _holds_nothing(handle: Handle | None) -> None:
     if handle is not None:
-        raise errors.InvalidInput("handle: over a server budgets are asked for an execution, whoever holds it")
+        raise errors.InvalidInput("handle: a server charges budgets by execution id; leave the handle out")

@@ -11,13 +11,14 @@ import msgspec
 from flowfabric import errors
 from flowfabric.api import executions, streams
 from flowfabric.api.encoding import variant_name
-from flowfabric.client.base import ClientBase, execution_path
-from flowfabric.client.decoding import decode_as
+from flowfabric.client.base import ClientBase, execution_path, refuse_namespaces
 from flowfabric.client.errors import BACKEND
-from flowfabric.engine.operations.pages import HistoryEntry, IdMatches, SnapshotPage
+from flowfabric.client.transport import quote_segment
+from flowfabric.engine.durable.approvals import ApprovalPage
+from flowfabric.engine.operations.pages import ExecutionListPage, HistoryEntry, IdMatches
 from flowfabric.engine.operations.streams import Visibility
-from flowfabric.engine.types import ExecutionSnapshot, FrameView, StateVector, StreamPage
-from flowfabric.ids import id_prefixes
+from flowfabric.engine.types import ExecutionInput, ExecutionSnapshot, FlowGraph, FrameView, StateVector, StreamPage
+from flowfabric.ids import id_prefixes, parse_uuid
 from flowfabric.model import obstacles
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.obstacles import Explanation
@@ -28,72 +29,59 @@ class ClientReads(ClientBase):
     """Read operations."""
 
     async def read_execution_state(self, execution_id: str) -> PublicState | None:
-        """Return the public state of an execution."""
-        response = await self.transport.request("GET", execution_path(execution_id, "state"), allow_not_found=True)
-        return None if response.status == 404 else decode_as(response.body, PublicState)
+        return await self.transport.find(PublicState, execution_path(execution_id, "state"))
 
     async def describe_execution(self, execution_id: str) -> ExecutionSnapshot | None:
-        """Return an execution with its lease, waitpoint and tags."""
-        response = await self.transport.request("GET", execution_path(execution_id, "snapshot"), allow_not_found=True)
-        return None if response.status == 404 else decode_as(response.body, ExecutionSnapshot)
+        return await self.transport.find(ExecutionSnapshot, execution_path(execution_id, "snapshot"))
 
     async def read_total_attempt_count(self, execution_id: str) -> int:
-        """Return how many attempts an execution has had."""
         snapshot = await self.describe_execution(execution_id)
         if snapshot is None:
             raise errors.NotFound("execution", execution_id=execution_id)
         return snapshot.total_attempt_count
 
     async def read_current_attempt_index(self, execution_id: str) -> int:
-        """Return the index of the current attempt."""
-        response = await self.transport.request("GET", execution_path(execution_id), allow_not_found=True)
-        if response.status == 404:
+        info = await self.transport.find(executions.ExecutionInfoResponse, execution_path(execution_id))
+        if info is None:
             raise errors.NotFound("execution", execution_id=execution_id)
-        return decode_as(response.body, executions.ExecutionInfoResponse).current_attempt_index
+        return info.current_attempt_index
+
+    async def read_input(self, execution_id: str) -> ExecutionInput:
+        path = execution_path(execution_id, "input")
+        found = await self.transport.fetch(executions.ExecutionInputResponse, "GET", path)
+        return ExecutionInput(
+            found.execution_kind,
+            found.input_payload_b64,
+            found.payload_encoding,
+            found.creator_identity,
+            found.policy,
+        )
 
     async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
-        """Return the kinds of executions by id."""
-        remaining = list(execution_ids)
-        batch = (
-            self.transport.request("GET", execution_path(execution_id), allow_not_found=True)
-            for execution_id in remaining
+        wanted = list(execution_ids)
+        found = await asyncio.gather(
+            *(self.transport.find(executions.ExecutionInfoResponse, execution_path(one)) for one in wanted)
         )
-        response = zip(remaining, await asyncio.gather(*batch), strict=True)
-        return {
-            execution_id: decode_as(answer.body, executions.ExecutionInfoResponse).execution_kind
-            for execution_id, answer in response
-            if answer.status != 404
-        }
+        return {one: info.execution_kind for one, info in zip(wanted, found, strict=True) if info is not None}
 
     async def read_state_vector(self, execution_id: str) -> StateVector | None:
-        """Return the full state vector of an execution."""
-        response = await self.transport.request("GET", execution_path(execution_id), allow_not_found=True)
-        if response.status == 404:
-            return None
-        return msgspec.convert(decode_as(response.body, executions.ExecutionInfoResponse).state_vector, StateVector)
+        info = await self.transport.find(executions.ExecutionInfoResponse, execution_path(execution_id))
+        return None if info is None else msgspec.convert(info.state_vector, StateVector)
 
     async def lease_history(self, execution_id: str) -> list[HistoryEntry]:
-        """Return the lease events of an execution, oldest first."""
-        return decode_as(
-            (await self.transport.request("GET", execution_path(execution_id, "leases"))).body, list[HistoryEntry]
-        )
+        return await self.transport.fetch(list[HistoryEntry], "GET", execution_path(execution_id, "leases"))
 
     async def attempt_history(self, execution_id: str) -> list[AttemptView]:
-        """Return every attempt by index."""
-        return decode_as(
-            (await self.transport.request("GET", execution_path(execution_id, "attempts"))).body, list[AttemptView]
-        )
+        return await self.transport.fetch(list[AttemptView], "GET", execution_path(execution_id, "attempts"))
 
     async def read_progress(self, execution_id: str) -> tuple[int | None, str | None]:
-        """Return the last reported progress as percentage and message."""
-        response = await self.transport.request("GET", execution_path(execution_id, "progress"))
-        progress = decode_as(response.body, executions.ReadProgressResponse)
+        path = execution_path(execution_id, "progress")
+        progress = await self.transport.fetch(executions.ReadProgressResponse, "GET", path)
         return progress.pct, progress.message
 
     async def explain(self, execution_id: str) -> Explanation:
-        """Explain why an execution is not running."""
-        response = await self.transport.request("GET", execution_path(execution_id, "explain"))
-        results = decode_as(response.body, executions.ExplanationResponse)
+        path = execution_path(execution_id, "explain")
+        results = await self.transport.fetch(executions.ExplanationResponse, "GET", path)
         kind = {variant_name(kind): kind for kind in obstacles.Obstacle.__subclasses__()}[results.obstacle]
         return Explanation(
             results.execution_id, PublicState(results.public_state), msgspec.convert(results.facts, kind)
@@ -103,43 +91,73 @@ class ClientReads(ClientBase):
         self,
         *,
         namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        kind: str | None = None,
+        public_state: PublicState | str | Sequence[PublicState | str] | None = None,
         lane_id: str | None = None,
-        public_state: PublicState | str | None = None,
+        tag: tuple[str, str] | None = None,
         flow_id: str | None = None,
+        parent_id: str | None = None,
+        worker_instance_id: str | None = None,
+        error: str | None = None,
         created_from: int | None = None,
         created_before: int | None = None,
-        tag: tuple[str, str] | None = None,
         cursor: str | None = None,
         limit: int = 50,
-    ) -> SnapshotPage:
-        """Return executions of all partitions that match every filter, by id."""
+    ) -> ExecutionListPage:
+        refuse_namespaces(namespaces)
+        states = (public_state,) if isinstance(public_state, str) else public_state
         query = {
             "namespace": namespace,
+            "kind": kind,
+            "state": None if states is None else ",".join(states),
             "lane": lane_id,
-            "state": None if public_state is None else str(public_state),
+            "tag": None if tag is None else "=".join(tag),
             "flow_id": flow_id,
+            "parent_id": parent_id,
+            "worker": worker_instance_id,
+            "error": error,
             "created_from": created_from,
             "created_before": created_before,
-            "tag": None if tag is None else "=".join(tag),
             "cursor": cursor,
             "limit": limit,
         }
-        return decode_as((await self.transport.request("GET", "/v1/executions/search", query=query)).body, SnapshotPage)
+        return await self.transport.fetch(ExecutionListPage, "GET", "/v1/executions/search", query=query)
+
+    async def list_children(
+        self, execution_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> ExecutionListPage:
+        path, query = execution_path(execution_id, "children"), {"cursor": cursor, "limit": limit}
+        return await self.transport.fetch(ExecutionListPage, "GET", path, query=query)
+
+    async def list_approvals(
+        self,
+        *,
+        execution_id: str | None = None,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> ApprovalPage:
+        refuse_namespaces(namespaces)
+        query = {"execution_id": execution_id, "namespace": namespace, "cursor": cursor, "limit": limit}
+        return await self.transport.fetch(ApprovalPage, "GET", "/v1/approvals", query=query)
+
+    async def read_flow_graph(self, flow_id: str) -> FlowGraph:
+        path = f"/v1/flows/{quote_segment(parse_uuid(flow_id, 'flow_id'))}/graph"
+        return await self.transport.fetch(FlowGraph, "GET", path)
 
     async def find_executions(
         self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
     ) -> IdMatches:
-        """Return executions whose id begins with a prefix."""
-        if namespaces is not None:
-            raise errors.InvalidInput("namespaces: a server looks in those of the token")
+        refuse_namespaces(namespaces)
         id_prefixes(prefix, self.partitions)  # a malformed prefix is refused here, as on a store
         query = {"prefix": prefix, "limit": limit}
-        return decode_as((await self.transport.request("GET", "/v1/executions/ids", query=query)).body, IdMatches)
+        return await self.transport.fetch(IdMatches, "GET", "/v1/executions/ids", query=query)
 
     # -- results --------------------------------------------------------------------------------------------------
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
-        """Return the result of an execution; None if there is none."""
         response = await self.transport.request("GET", execution_path(execution_id, "result"), allow_not_found=True)
         return None if response.status == 404 else response.body
 
@@ -154,8 +172,7 @@ class ClientReads(ClientBase):
             body: dict[str, Any] = {"execution_ids": batch}
             if namespace is not None:
                 body["namespace"] = namespace
-            response = await self.transport.request("POST", "/v1/executions/results", body)
-            page = decode_as(response.body, executions.ReadResultsResponse)
+            page = await self.transport.fetch(executions.ReadResultsResponse, "POST", "/v1/executions/results", body)
             if not page.results:
                 raise errors.StoreUnavailable("server: no results in its answer", backend=BACKEND)
             results |= page.results
@@ -173,7 +190,6 @@ class ClientReads(ClientBase):
         count_limit: int = 50,
         visibility: Visibility | str = Visibility.ALL,
     ) -> StreamPage:
-        """Return frames after a cursor; wait up to `block_ms` for the first one."""
         if visibility != Visibility.ALL:
             raise errors.InvalidInput("visibility: a server tails everything or nothing")
         wait_ms = min(block_ms, streams.MAX_BLOCK_MS)
@@ -183,9 +199,7 @@ class ClientReads(ClientBase):
             "limit": min(count_limit, streams.MAX_FRAMES_PER_READ),
         }
         path = execution_path(execution_id, "attempts", str(attempt_index), "stream", "tail")
-        response = decode_as(
-            (await self.transport.request("GET", path, query=query, wait_ms=wait_ms)).body, streams.ReadStreamResponse
-        )
+        response = await self.transport.fetch(streams.ReadStreamResponse, "GET", path, query=query, wait_ms=wait_ms)
         return StreamPage(
             [FrameView(frame.id, frame.fields) for frame in response.frames],
             None if response.closed_at is msgspec.UNSET else response.closed_at,

@@ -19,6 +19,7 @@ from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import decode_error
 from flowfabric.engine.operations.pages import ExecutionOutcome
+from flowfabric.event_loop import start_task
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.states import TerminalOutcome
 
@@ -40,11 +41,10 @@ class ClientResults(ClientBase):
     _awaited: dict[str, AwaitedOutcome]
     _unpolled: dict[str, None]  # awaited executions that no long poll includes yet, in order
     _pollers: set[asyncio.Task[None]]
-    _long_polls = 0  # counted by the tasks themselves: one that is about to return serves nobody any more
+    _long_polls = 0  # counted by the tasks themselves, because one that is about to return serves no further caller
     _is_polling_overflow = False
 
     async def await_end(self, execution_id: str, *, max_wait_ms: int = 0) -> ExecutionOutcome | None:
-        """Wait for the outcome of an execution; return None if it has not ended within `max_wait_ms`."""
         execution = parse_execution_id(execution_id)
         if not max_wait_ms:
             response = await self.transport.request("GET", execution_path(execution, "end"), query={"result": "true"})
@@ -72,7 +72,7 @@ class ClientResults(ClientBase):
             work = self._poll_overflow()
         else:
             return
-        task = asyncio.create_task(work)
+        task = start_task(work)
         self._pollers.add(task)
         task.add_done_callback(self._pollers.discard)
 
@@ -104,8 +104,9 @@ class ClientResults(ClientBase):
         """Request the outcomes of these executions and resolve their callers."""
         try:
             body = {"execution_ids": list(executions), "wait_ms": wait_ms}
-            response = await self.transport.request("POST", "/v1/executions/ends", body, wait_ms=wait_ms)
-            outcomes = decode_as(response.body, AwaitOutcomesResponse)
+            outcomes = await self.transport.fetch(
+                AwaitOutcomesResponse, "POST", "/v1/executions/ends", body, wait_ms=wait_ms
+            )
         except errors.FabricError as refused:
             for execution in executions:
                 self._resolve(execution, refused)
@@ -138,4 +139,5 @@ def _to_outcome(response: ExecutionOutcomeResponse) -> ExecutionOutcome:
         response.encoding,
         response.reason,
         response.namespace,
+        response.error,
     )

@@ -40,7 +40,6 @@ class ClientStreamWriter(ClientBase):
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
-        """Append a frame to the output of the attempt, in the order of the calls."""
         frame = {
             "payload_b64": payload,
             "frame_type": frame_type,

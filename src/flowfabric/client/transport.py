@@ -14,23 +14,26 @@ import asyncio
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpx2
 import msgspec
 
 from flowfabric import errors
+from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import BACKEND, error_from_headers, proxy_error
 from flowfabric.ids import Minter
 from flowfabric.settings import Deadlines, Secret
+
+T = TypeVar("T")
 
 RETRY_FOR_S = 30.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 MAX_SHORT_CONNECTIONS = 24
 KEEPALIVE_EXPIRY_S = 30.0
 _RANDOM = random.SystemRandom()  # leaves the generator of the application alone
-MAY_BE_REPEAT_NOTE = "it may have been heard before, without an answer"
+MAY_BE_REPEAT_NOTE = "it may have been received before, without an answer"
 
 _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
 _encode = msgspec.json.Encoder().encode
@@ -112,6 +115,15 @@ class HttpTransport:
         return await self._request_with_retries(
             request, patience, is_long_poll=wait_ms is not None, allow_not_found=allow_not_found
         )
+
+    async def fetch(self, kind: type[T], method: str, path: str, body: Any = None, **options: Any) -> T:
+        """Send a request as `request` does; return its response as one type."""
+        return decode_as((await self.request(method, path, body, **options)).body, kind)
+
+    async def find(self, kind: type[T], path: str, *, query: Mapping[str, Any] | None = None) -> T | None:
+        """Return what is at a path as one type, or None."""
+        response = await self.request("GET", path, query=query, allow_not_found=True)
+        return None if response.status == 404 else decode_as(response.body, kind)
 
     async def _request_with_retries(
         self, request: httpx2.Request, retry_for_s: float, *, is_long_poll: bool, allow_not_found: bool

@@ -9,11 +9,11 @@ exit code is 0 only if all of them hold.
 from __future__ import annotations
 
 
-def run_demo(*, json: bool = False) -> int:
+def run_demo(*, json: bool = False, console_port: int | None = None) -> int:
     """Run the demo with a live table on a terminal, or line by line elsewhere; return the exit code.
 
-    With `json` the checked claims are printed as one document on stdout, and the events on stderr. Ctrl-C also ends the
-    workers, and leaves nothing behind.
+    With `json` the checked claims are printed as one document on stdout, and the events on stderr. With `console_port`
+    the console shows at the end what was done, until Ctrl-C. Ctrl-C also ends the workers, and leaves nothing behind.
     """
     import asyncio
 
@@ -24,7 +24,7 @@ def run_demo(*, json: bool = False) -> int:
 
     screen = Screen(aside=json)
     try:
-        code = asyncio.run(run_scenario(screen))
+        code = asyncio.run(run_scenario(screen, console_port))
     except KeyboardInterrupt:
         screen.print_event("stopped")
         return 130

@@ -18,7 +18,7 @@ class DemoState(msgspec.Struct):
     flow: dict[str, str]  # the members of the flow
     retried: bool = False  # True once the failing order waits for its next attempt
     killed: str = ""  # the worker that was killed
-    killed_at: int = 0  # by the store's clock
+    killed_at: int = 0  # instant of the store's clock
     late_write: str = ""  # the reply to a write with the dead worker's lease
     approval: str = ""  # the effect of the approval signal
 

@@ -23,8 +23,8 @@ POLL_INTERVAL_S = 0.05
 KILL_AT = 25  # percent of the long order
 
 
-async def run_scenario(screen: Screen) -> int:
-    """Run the scenario and check its claims; return 0 if all of them hold."""
+async def run_scenario(screen: Screen, console_port: int | None = None) -> int:
+    """Run the scenario and check its claims; return 0 if all of them hold. With a port, the console follows."""
     with tempfile.TemporaryDirectory(prefix="ff-demo-") as folder:
         url = f"sqlite:///{folder}/demo.db"
         async with await open_engine(url) as engine:
@@ -43,7 +43,12 @@ async def run_scenario(screen: Screen) -> int:
                 if not finished:
                     screen.print_event(f"not finished after {DEADLINE_S:.0f} s\n{workers.read_logs()}", "red")
                     return 1
-            return 0 if await check_claims(engine, demo, screen) else 1
+            held = await check_claims(engine, demo, screen)
+            if console_port is not None:
+                from flowfabric.demo.console import serve_console  # the server is an extra
+
+                await serve_console(engine, screen, console_port)
+            return 0 if held else 1
 
 
 async def submit(engine: Engine) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Who makes it happen: loads, asks the rule, commits, answers."""
+"""The engine: loads rows, calls the rule, commits the change and returns the answer."""

@@ -19,7 +19,15 @@ from flowfabric.engine.claiming.grant_scheduler import GrantScheduler
 from flowfabric.engine.claiming.guarded_claims import GuardedClaims
 from flowfabric.engine.claiming.ready_queues import ReadyQueues
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
+from flowfabric.engine.durable.approvals import ApprovalInbox
+from flowfabric.engine.durable.child_cancels import ChildCancels
 from flowfabric.engine.durable.child_completions import ChildCompletions
+from flowfabric.engine.durable.children import ChildSpawner
+from flowfabric.engine.durable.facts import Facts
+from flowfabric.engine.durable.held_runs import HeldRuns
+from flowfabric.engine.durable.keyed_runs import KeyedRuns
+from flowfabric.engine.durable.lives import Lives
+from flowfabric.engine.durable.messages import Messages
 from flowfabric.engine.flows.bulk_cancel import BulkCanceller
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher
 from flowfabric.engine.flows.join_resolver import JoinResolver
@@ -28,33 +36,40 @@ from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.limits.quota_slots import QuotaSlots
 from flowfabric.engine.limits.unblocker import Unblocker
 from flowfabric.engine.metrics.queue_depth import GaugeReader
-from flowfabric.engine.metrics.registry import Metrics
+from flowfabric.engine.metrics.recorder import Metrics
 from flowfabric.engine.operations.admin import AdminOperations
+from flowfabric.engine.operations.bulk import BulkOperator
 from flowfabric.engine.operations.claims import ClaimOperations
 from flowfabric.engine.operations.durable import DurableOperations
 from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.operations.explainer import Explainer
+from flowfabric.engine.operations.flow_lists import FlowLists
 from flowfabric.engine.operations.flows import FlowOperations
 from flowfabric.engine.operations.leases import LeaseOperations
 from flowfabric.engine.operations.limits import LimitOperations
+from flowfabric.engine.operations.overview import Overview
 from flowfabric.engine.operations.reads import ReadOperations
+from flowfabric.engine.operations.search import ExecutionSearch
 from flowfabric.engine.operations.streams import StreamOperations
 from flowfabric.engine.operations.suspensions import SuspensionOperations
 from flowfabric.engine.retention.purger import Purger
+from flowfabric.engine.runtime.after_commit import MAX_CACHED_LEASES
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
+from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.outbox_relay import OutboxRelay
 from flowfabric.engine.runtime.pending_rows import RootQueues
 from flowfabric.engine.runtime.recent_creates import RecentCreates
+from flowfabric.engine.runtime.recent_keys import RecentKeys
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import SecretBox
 from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.engine.runtime.wakeups import stream_topic
-from flowfabric.engine.streams.frame_writer import FrameWriter
+from flowfabric.engine.schedules.operator import ScheduleOperator
+from flowfabric.engine.schedules.scheduler import Scheduler
+from flowfabric.engine.streams.frame_batches import FrameWriter
 from flowfabric.engine.streams.read_limiter import StreamReadLimiter
-from flowfabric.engine.sweeps.executions import execution_sweeps
+from flowfabric.engine.sweeps.catalog import all_sweeps
 from flowfabric.engine.sweeps.flows import FlowSweeps
-from flowfabric.engine.sweeps.limits import limit_sweeps
-from flowfabric.engine.sweeps.suspensions import suspension_sweeps
 from flowfabric.engine.sweeps.sweeper import SweepCursors, Sweeper, SweepResult
 from flowfabric.engine.sweeps.unblock import UnblockSweep
 from flowfabric.engine.validation import execution as validate
@@ -62,8 +77,9 @@ from flowfabric.handles import BackendTag
 from flowfabric.ids import ExecutionId, Minter, PartitionCounts, RandomMinter, mint_solo
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.flow import CompletionDispatch, Dependency, PendingSiblingCancel
-from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.gate import ChildCancel, ChildCompletion
 from flowfabric.model.outbox import OutboxMessage
+from flowfabric.rules import validation
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.port import SchemaVersion as SchemaVersion  # part of the engine's interface
@@ -105,7 +121,9 @@ class Engine(
         self.signing_keys = SigningKeys(runtime, SecretBox(runtime.settings.secret_key))
         self.root_queues = RootQueues(runtime)
         self.recent_creates = RecentCreates(runtime.wakeups)
+        self.first_leases = RecentKeys(MAX_CACHED_LEASES)
         self.create_validator = validate.CreateValidator()
+        self.lane_spreads = LaneSpreads(runtime)
         self.flow_locks = KeyedLock()
 
         self.aggregates = LimitAggregates(runtime)
@@ -131,12 +149,26 @@ class Engine(
         self.dispatcher = CompletionDispatcher(
             runtime, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=runtime.settings.dispatch
         )
-        self.child_completions = ChildCompletions(runtime)
+        self.scheduler = Scheduler(runtime)
+        self.schedule_operator = ScheduleOperator(runtime, self.scheduler)
+        self.child_completions = ChildCompletions(runtime, self.scheduler)
+        self.child_cancels = ChildCancels(runtime)
         self.frame_writer = FrameWriter(runtime)
         self.stream_reads = StreamReadLimiter(runtime.settings.max_concurrent_stream_ops)
         self.explainer = Explainer(runtime, self.queues, self.aggregates, self.routes)
         self.purger = Purger(runtime)
         self.gauges = GaugeReader(runtime)
+        self.held_runs = HeldRuns(runtime, self.gauges)
+        self.facts = Facts(runtime)
+        self.messages = Messages(runtime, self.root_queues)
+        self.child_spawner = ChildSpawner(runtime)
+        self.lives = Lives(runtime)
+        self.keyed_runs = KeyedRuns(runtime, self.lane_spreads)
+        self.execution_search = ExecutionSearch(runtime)
+        self.overview = Overview(runtime, self.gauges, self.aggregates)
+        self.approval_inbox = ApprovalInbox(runtime)
+        self.flow_lists = FlowLists(runtime)
+        self.bulk_operator = BulkOperator(runtime)
 
         self._sweeper: Sweeper | None = None
         self._sweep_cursors: SweepCursors = {}
@@ -146,6 +178,7 @@ class Engine(
         runtime.release_inliner = self.dispatcher
         runtime.on_write(self.dispatcher.dispatch_written, Dependency, CompletionDispatch, PendingSiblingCancel)
         runtime.on_write(self.child_completions.deliver_written, ChildCompletion)
+        runtime.on_write(self.child_cancels.cancel_written, ChildCancel)
         runtime.on_write(self.outbox.deliver_written_messages, OutboxMessage)
         if runtime.settings.hears:
             store.on_notify(self._wake_topics)
@@ -211,9 +244,12 @@ class Engine(
         """Return the store's name and the names of all operations."""
         return Capabilities(self.runtime.store.tag.title, operations())
 
-    def new_execution_id(self, lane_id: str = "default") -> ExecutionId:
-        """Return a new id for an execution without a flow, on the partition of its lane."""
-        return mint_solo(validate.validate_lane_id(lane_id), self.runtime.partitions, self.runtime.minter)
+    def new_execution_id(self, lane_id: str = "default", idempotency_key: str | None = None) -> ExecutionId:
+        """Return a new id for an execution without a flow, on the partition of its key or of its lane."""
+        lane = validate.validate_lane_id(lane_id)
+        key = validation.optional_text("idempotency_key", idempotency_key)
+        spread = self.lane_spreads.spread(lane)
+        return mint_solo(lane, self.runtime.partitions, self.runtime.minter, spread=spread, key=key)
 
     def start_sweeps(self) -> None:
         """Start the background sweeps in this process; any number of processes may run them."""
@@ -232,12 +268,7 @@ class Engine(
 
     def sweeper(self, chosen: Filter | None = None) -> Sweeper:
         """Return a sweeper of all sweeps that is not running yet."""
-        sweeps = (
-            *execution_sweeps(self),
-            *suspension_sweeps(self),
-            *self._flow_sweeps.sweeps(chosen),
-            *limit_sweeps(self, self._unblock_sweep, chosen),
-        )
+        sweeps = all_sweeps(self, self._flow_sweeps, self._unblock_sweep, chosen)
         return Sweeper(self.runtime, self.runtime.settings.sweeps, sweeps, chosen, self._sweep_cursors)
 
     async def close(self) -> None:
@@ -247,11 +278,13 @@ class Engine(
         self.stream_reads.closing.set()
         self.runtime.wakeups.notify_prefix(stream_topic(""))
         await self.frame_writer.drain()
+        await self.child_cancels.drain()
         await self.child_completions.drain()
         await self.bulk_canceller.close()
         await self.dispatcher.close()
         self.unblocker.cancel_window_timers()
         await self.outbox.wait_for_deliveries()
+        await self.lane_spreads.close()
         await self.runtime.commit_queue.drain()
         await self.runtime.store.close()
 

@@ -18,9 +18,9 @@
     ├── StreamDisconnected      a subscription ended; its cursor resumes it
     └── StreamBackpressure      a subscription lost old events; it continues
 
-Below each family there is one class per `kind`, the code that is used on the wire. The first line of a class's
-docstring is the sentence that a person reads. Every error takes an optional positional `detail` and keyword facts,
-which become attributes:
+Below each family there is one class per `kind`, the code that is used on the wire: `StaleLease` is `stale_lease`. A
+family names its own. The first line of a class's docstring is the sentence that a person reads. Every error takes an
+optional positional `detail` and keyword facts, which become attributes:
 
     InvalidInput("lane_id: empty")
     StaleLease(execution_id=execution_id, lease_epoch=3)
@@ -44,7 +44,19 @@ from flowfabric.errors.faults import *  # noqa: F403
 from flowfabric.errors.state import *  # noqa: F403
 from flowfabric.errors.validation import *  # noqa: F403
 
-ENTITIES = ("execution", "flow", "attempt", "budget", "quota_policy", "stream", "waitpoint", "suspension")
+ENTITIES = (
+    "execution",
+    "flow",
+    "attempt",
+    "budget",
+    "quota_policy",
+    "stream",
+    "waitpoint",
+    "suspension",
+    "operation",
+    "schedule",
+    "reply",
+)
 
 ByKind: TypeAlias = dict[str, type[FabricError]]
 

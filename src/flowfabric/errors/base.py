@@ -1,7 +1,8 @@
-"""The base class of all errors, and `NotFound`."""
+"""The base class of all errors, and `NotFound`. The text of an error is the first line of its class's docstring."""
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 
@@ -28,6 +29,8 @@ class FabricError(Exception):
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("flowfabric.errors."):
             cls.__module__ = "flowfabric.errors"  # tracebacks show the public import path
+            if "kind" not in vars(cls):
+                cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __init__(self, detail: str = "", **facts: object) -> None:
         if not _OWN_NAMES.isdisjoint(facts):
@@ -90,7 +93,6 @@ class NotFound(FabricError):
     """There is no such thing."""
 
     family = "not_found"
-    kind = "not_found"
     explained_by_detail = True
 
     entity: str

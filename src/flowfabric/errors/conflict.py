@@ -15,13 +15,33 @@ class ConflictError(FabricError):
 class IdInOtherNamespace(ConflictError):
     """This id is in use in another namespace."""
 
-    kind = "id_in_other_namespace"
+
+class KeyElsewhere(ConflictError):
+    """A run with this idempotency key belongs on another partition; mint its id again, with the key."""
+
+
+class KeyTaken(ConflictError):
+    """A run has this key, and the task allows one at a time; wait for its end, or submit with another key."""
+
+    run: object = None  # the SDK sets the run that has it
+
+
+class SpreadChangePending(ConflictError):
+    """An earlier change of the lane's spread is not yet in effect; try again in some seconds."""
+
+    lane_id: str
+    effective_at: int
+
+
+class TooManySpreads(ConflictError):
+    """The lane has had too many different spreads; choose one that it had before."""
+
+    lane_id: str
+    most: int
 
 
 class DependencyAlreadyExists(ConflictError):
     """These two executions are already connected."""
-
-    kind = "dependency_already_exists"
 
     existing: object = None
 
@@ -29,43 +49,29 @@ class DependencyAlreadyExists(ConflictError):
 class CycleDetected(ConflictError):
     """The dependency would close a cycle."""
 
-    kind = "cycle_detected"
-
 
 class SelfReferencingEdge(ConflictError):
     """An execution cannot depend on itself."""
-
-    kind = "self_referencing_edge"
 
 
 class ExecutionAlreadyInFlow(ConflictError):
     """The execution already belongs to a flow."""
 
-    kind = "execution_already_in_flow"
-
 
 class WaitpointAlreadyExists(ConflictError):
     """An open waitpoint with this id exists."""
-
-    kind = "waitpoint_already_exists"
 
 
 class BudgetAttachConflict(ConflictError):
     """Another budget is attached here."""
 
-    kind = "budget_attach_conflict"
-
 
 class QuotaAttachConflict(ConflictError):
     """Another quota policy is attached here."""
 
-    kind = "quota_attach_conflict"
-
 
 class RotationConflict(ConflictError):
     """This key id exists with another secret."""
-
-    kind = "rotation_conflict"
 
     kid: str
 
@@ -76,10 +82,18 @@ class RotationConflict(ConflictError):
 class ActiveAttemptExists(ConflictError):
     """An attempt of this execution is still running."""
 
-    kind = "active_attempt_exists"
-
 
 class IdempotencyConflict(ConflictError):
     """This idempotency key was used for another request."""
 
-    kind = "idempotency_conflict"
+
+class ScheduleExists(ConflictError):
+    """A schedule of this name exists with another definition."""
+
+
+class SchedulePaused(ConflictError):
+    """The schedule is paused."""
+
+
+class ScheduleBusy(ConflictError):
+    """Too many runs of the schedule are under way."""

@@ -39,8 +39,6 @@ class BugError(FabricError):
 class AttemptNotInCreatedState(BugError):
     """An attempt was started twice; please report it."""
 
-    kind = "attempt_not_in_created_state"
-
 
 class StoreUnavailable(FabricError):
     """The store could not be reached or did not answer properly."""
@@ -66,6 +64,10 @@ class StoreUnavailable(FabricError):
         super().__init__(detail, backend=backend, source=fault, in_doubt=in_doubt, **facts)
         self.classification = Classification.RETRYABLE if fault.is_transient else Classification.TERMINAL
 
+    def with_unknown_outcome(self) -> StoreUnavailable:
+        """Return this error for an operation of which an earlier write may have been committed."""
+        return StoreUnavailable(self.detail, backend=self.backend, source=self.source, in_doubt=True)
+
     @property
     def sentence(self) -> str:
         """What happened, and whether the outcome is unknown."""
@@ -77,7 +79,6 @@ class Unavailable(FabricError):
     """This operation cannot be served now."""
 
     family = "unavailable"
-    kind = "unavailable"
     explained_by_detail = True
 
     op: str
@@ -95,8 +96,6 @@ class Unavailable(FabricError):
 class SchemaTooNew(Unavailable):
     """The store was written by a newer release; update this one before it touches anything."""
 
-    kind = "schema_too_new"
-
     found: int
     known: int
 
@@ -113,8 +112,6 @@ class SchemaTooNew(Unavailable):
 class PartitionMismatch(Unavailable):
     """The store was created with other partition counts; existing ids would not be found with these."""
 
-    kind = "partition_mismatch"
-
     stored: int
     config: int
 
@@ -122,14 +119,11 @@ class PartitionMismatch(Unavailable):
 class ForkedProcess(Unavailable):
     """The engine was opened before this process forked; open a new one in the child."""
 
-    kind = "forked_process"
-
 
 class ResourceExhausted(FabricError):
     """Too many calls of this kind are in flight; try again in a moment."""
 
     family = "resource_exhausted"
-    kind = "resource_exhausted"
     classification = Classification.RETRYABLE
 
     pool: str
@@ -159,8 +153,6 @@ class ResourceExhausted(FabricError):
 class WorkerAtCapacity(ResourceExhausted):
     """The worker runs as many tasks as it may; the grant stays valid."""
 
-    kind = "worker_at_capacity"
-
 
 class OperationTimeout(FabricError):
     """The operation exceeded its time limit."""
@@ -184,7 +176,6 @@ class StreamDisconnected(FabricError):
     """The subscription ended; subscribing again with its cursor loses nothing."""
 
     family = "stream_disconnected"
-    kind = "stream_disconnected"
 
     cursor: bytes
 
@@ -196,5 +187,4 @@ class StreamBackpressure(FabricError):
     """Events after the cursor were deleted, or the store lost what it points to; delivery continues."""
 
     family = "stream_backpressure"
-    kind = "stream_backpressure"
     classification = Classification.INFORMATIONAL

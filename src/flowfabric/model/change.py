@@ -1,4 +1,4 @@
-"""Changes: the data by which a rule tells a store what to write, and on what that was decided.
+"""Changes: data that says what to write, and on which state that was decided.
 
 A rule returns a `Decision`: an answer and usually a `Change`. A change touches the rows of one partition. Its guards
 name the rows it was decided on. They are separate from its writes, because a step memo or a progress note is fenced by
@@ -255,7 +255,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     writes: tuple[Write, ...] = ()
     events: tuple[Event, ...] = ()
     template: RowTemplate | None = None  # further writes of the first guard's row, and its event
-    queues: tuple[QueueKey, ...] = ()  # to register, although no row is in them yet
+    queues: tuple[QueueKey, ...] = ()  # registered although no row is in them yet
     not_before: int | None = None
     not_after: int | None = None
     id: int = 0  # minted by the engine; the new revision of every row that the change writes
@@ -275,12 +275,15 @@ def expand(change: Change, row: msgspec.Struct) -> Change:
 
 
 def merge_changes(*changes: Change) -> Change:
-    """Merge changes of one partition into one; a row that several rely on is guarded once."""
-    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in change.guards}
+    """Merge changes of one partition into one; a row that several rely on is guarded once, as the first one does."""
+    guards = {(guard.row, guard.key): guard for change in reversed(changes) for guard in reversed(change.guards)}
     return Change(
         guards=tuple(reversed(guards.values())),
         writes=tuple(write for change in changes for write in change.writes),
         events=tuple(event for change in changes for event in change.events),
+        queues=tuple(dict.fromkeys(queue for change in changes for queue in change.queues)),
+        not_before=max((change.not_before for change in changes if change.not_before is not None), default=None),
+        not_after=min((change.not_after for change in changes if change.not_after is not None), default=None),
     )
 
 

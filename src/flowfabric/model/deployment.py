@@ -40,8 +40,27 @@ class SnapshotHolder(msgspec.Struct, frozen=True, gc=False):
     transactions: int  # transactions that began since
 
 
+class NodeLoad(msgspec.Struct, frozen=True):
+    """A server of the store: the share of a core that its commands use, and the flow partitions that it holds."""
+
+    address: str
+    cpu: float
+    partitions: tuple[int, ...]
+
+
+class LaneNearCeiling(msgspec.Struct, frozen=True):
+    """A lane that has most of the work of a server which is nearly busy."""
+
+    lane_id: str
+    spread: int
+    share: float  # which part of the unfinished executions is on that server
+    address: str
+    cpu: float
+
+
 class ServerReport(msgspec.Struct, frozen=True):
-    """What acknowledged writes survive, and what an operator should change, one sentence each."""
+    """What acknowledged writes survive, what an operator should change, one sentence each, and how busy servers are."""
 
     durability: str
     warnings: list[str]
+    nodes: list[NodeLoad] = []

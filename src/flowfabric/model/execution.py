@@ -5,16 +5,18 @@ guards decisions. Two of its columns (`lease_expires_at`, `lease_renewed_at`) ch
 the revision. Cold rows hold payload, result and policy text.
 
 The running attempt is part of the main row (`attempt_*`, `lineage`) and becomes an attempt row when it ends, so that a
-claim inserts nothing. The lease columns keep the last lease after its release: `ownership_state` tells whether it is in
+claim inserts nothing. The lease columns keep the last lease after its release: `ownership_state` says whether it is in
 force, and only a lease in force has a `lease_expires_at`.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Generic
 
 import msgspec
 
+from flowfabric.model.failure import FAILURE_ENCODING
 from flowfabric.model.instant import Instant
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -39,7 +41,7 @@ class QueueKey(msgspec.Struct, frozen=True, gc=False, order=True):
     guarded: bool = False  # claimed by load, rule and commit instead of by the store's fast path
 
 
-MISSING_QUEUE = QueueKey("")  # of a row whose ready queue the store lost; no lane has an empty name
+MISSING_QUEUE = QueueKey("")  # a row has it whose ready queue the store lost; no lane has an empty name
 
 
 class Execution(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
@@ -116,18 +118,28 @@ class Execution(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     progress_pct: int | None = None
     progress_message: str | None = None
     progress_updated_at: Instant | None = None
+    progress_counts: str | None = None  # JSON: how often each branch of a durable function has reported
 
     current_suspension_id: str | None = None  # set while a suspension is open
     current_waitpoint_id: str | None = None  # its primary waitpoint
     last_hmac_validation_failed_at: Instant | None = None
     stream_index: int | None = None  # the last attempt that has written an output stream
-    parent_id: str | None = None  # the execution that waits for this one, on the same partition
+    parent_id: str | None = (
+        None  # the execution that waits for this one, or the schedule that created it; on its partition
+    )
     has_waits: bool = False  # it has had waitpoints, messages or a suspension
+    has_mail: bool = False  # it has been sent messages
     has_steps: bool = False  # it has recorded a durable step
     successors: str | None = None  # applied outgoing edges (`rules.flow.successors`); None if there are none
-    # What would unblock it: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`.
+    # What would unblock it: `budget:<id>`, `quota:<id>`, `asleep:<budget>`, `route:<lane>`,
+    # `code:<task>`.
     blocked_on: str | None = None
     blocked_at: Instant | None = None
+
+    idempotency_key: str | None = None  # with which it was created
+    life: int | None = None  # how often it continued as new; None if it never did
+    # The life whose memos are still to be deleted; it is not claimable until then. -1 if it is being purged.
+    past_life: int | None = None
 
     revision: int = 0  # the id of the change that wrote this row last
 
@@ -144,11 +156,16 @@ class Payload(msgspec.Struct, frozen=True, gc=False):
 
 
 class Result(msgspec.Struct, frozen=True, gc=False):
-    """The result of the current run."""
+    """The result of the current run; of a failed one its failure, with the encoding `ff.failure`."""
 
     execution_id: str
     payload: bytes
     encoding: str | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        """True if it is the failure of a run that failed."""
+        return self.encoding == FAILURE_ENCODING
 
 
 class Attempt(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
@@ -171,6 +188,7 @@ class Attempt(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
     ended_at: Instant | None = None
     failure_reason: str | None = None
     failure_category: str | None = None
+    failure: str | None = None  # `model.failure.StoredFailure` as JSON
 
 
 class Lineage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -200,11 +218,24 @@ class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     admitted: bool = False  # issued after admission, which is repeated when the grant is redeemed
 
 
+class KeyUntil(StrEnum):
+    """How long an execution has its key."""
+
+    PURGED = "purged"  # the key stays as long as the run is kept, and until `expires_at` at least
+    ENDED = "ended"
+    STARTED = "started"
+
+
 class IdempotencyKey(msgspec.Struct, Generic[Instant], frozen=True, gc=False):
-    """The digest of a create's namespace and key, and the execution it created."""
+    """The digest of a create's namespace and key, and the execution it created.
+
+    With `until` the key is taken as long as the execution is in that state, and `expires_at` says when to look again.
+    """
 
     partition: int
     digest: str
     execution_id: str
     expires_at: Instant
+    until: KeyUntil | None = None
+    first_at: Instant | None = None  # when the first submit came
     revision: int = 0

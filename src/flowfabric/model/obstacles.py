@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
 
 from flowfabric.model.states import BlockingReason, PublicState, TerminalOutcome
-from flowfabric.model.text import end_sentence, first_line, format_instant, humanize, join_some, pluralize
+from flowfabric.model.text import (
+    end_sentence,
+    first_line,
+    format_amount,
+    format_instant,
+    humanize,
+    join_some,
+    pluralize,
+    split_dimension,
+)
+
+ShowInstant = Callable[[int], str]
 
 
 class Obstacle(msgspec.Struct, frozen=True):
     """The thing that keeps an execution from running, or that nothing does."""
 
-    def sentence(self) -> str:
-        """Describe the obstacle to a person."""
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        """Describe the obstacle to a person; `show` formats the instants."""
         raise NotImplementedError
+
+    def remedies(self, execution_id: str) -> tuple[str, ...]:
+        """Return what a person can do about it, if it does not pass by itself."""
+        return ()
 
 
 class EndedObstacle(Obstacle, frozen=True):
@@ -24,11 +40,11 @@ class EndedObstacle(Obstacle, frozen=True):
     at: int
     reason: str | None = None
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         reason = first_line(self.reason)
         if self.outcome is TerminalOutcome.SUCCESS:
             reason = ""  # the failure of an earlier attempt
-        return end_sentence(f"{_ENDS[self.outcome]} at {format_instant(self.at)}" + (f": {reason}" if reason else ""))
+        return end_sentence(f"{_ENDS[self.outcome]} at {show(self.at)}" + (f": {reason}" if reason else ""))
 
 
 _ENDS = {
@@ -47,7 +63,7 @@ class Running(Obstacle, frozen=True):
     since: int
     lease_expires_at: int
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         return f"It is running on {self.worker_instance_id}."
 
 
@@ -59,7 +75,7 @@ class LeaseLost(Obstacle, frozen=True):
     at: int
     reason: str | None = None
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         return f"The lease of {self.worker_instance_id} was lost ({self.how}); it waits to be taken over."
 
 
@@ -70,8 +86,8 @@ class DelayedObstacle(Obstacle, frozen=True):
     last_failure: str | None = None
     detail: str | None = None  # the reason given by the worker that delayed it
 
-    def sentence(self) -> str:
-        until = format_instant(self.until)
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        until = show(self.until)
         if self.why == BlockingReason.WAITING_FOR_RETRY_BACKOFF:
             failed = f": {first_line(self.last_failure)}" if self.last_failure else ""
             return end_sentence(f"It failed and is tried again at {until}{failed}")
@@ -83,7 +99,7 @@ class Dependencies(Obstacle, frozen=True):
 
     execution_ids: tuple[str, ...]
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         return f"It waits for other executions: {join_some(self.execution_ids)}."
 
 
@@ -97,14 +113,35 @@ class SuspendedObstacle(Obstacle, frozen=True):
     until: int | None = None  # when it stops waiting
     waits_for: tuple[str, ...] = ()  # descriptions of its gates
 
-    def sentence(self) -> str:
-        until = f" until {format_instant(self.until)}" if self.until else ""
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        until = f" until {show(self.until)}" if self.until else ""
         if self.waits_for == (TIMER_WAIT,):
             return f"It sleeps{until}."
         if self.waits_for:
             return f"It waits{until} for {' or '.join(self.waits_for)}."
         named = f" on {join_some(self.waits_on)}" if self.waits_on else ""
         return f"It is suspended{named}{until}: {humanize(self.reason)}."
+
+
+class Held(Obstacle, frozen=True):
+    """Its function has changed: what it would do next does not fit what it remembers."""
+
+    task: str
+    version: str
+    since: int
+    why: str
+
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        by = f" by version {self.version}" if self.version else ""
+        held = end_sentence(f"It is held since {show(self.since)}{by}: {self.why}")
+        return f"{held} It continues with a version that fits, or when it is released."
+
+    def remedies(self, execution_id: str) -> tuple[str, ...]:
+        return (
+            f"deploy a version where it has its old name (name=) or asks ctx.patched(…): {self.task} then continues",
+            f"ff release {execution_id} --accept   takes the new way, once",
+            f"ff cancel {execution_id}",
+        )
 
 
 class BudgetExhausted(Obstacle, frozen=True):
@@ -115,13 +152,19 @@ class BudgetExhausted(Obstacle, frozen=True):
     hard_limit: int
     resets_at: int | None = None
     needed: int = 0  # amount that a suspended execution waits for
+    name: str = ""  # its declared name with what it is per: `llm:acme`
 
-    def sentence(self) -> str:
-        used = f"{self.usage + self.reserved:,} of {self.hard_limit:,} {self.dimension} are used"
-        reserved = f", {self.reserved:,} of them reserved" if self.reserved else ""
-        needs = f"; {self.needed:,} more {_are(self.needed)} needed" if self.needed else ""
-        resets = f"; it is reset at {format_instant(self.resets_at)}" if self.resets_at else ""
-        return f"Budget {self.budget_id} is exhausted: {used}{reserved}{needs}{resets}."
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        dimension, _ = split_dimension(self.dimension)
+        total, limit, reserved, needed = (
+            format_amount(amount, self.dimension)
+            for amount in (self.usage + self.reserved, self.hard_limit, self.reserved, self.needed)
+        )
+        used = f"{total} of {limit} {dimension} are used"
+        reserved = f", {reserved} of them reserved" if self.reserved else ""
+        needs = f"; {needed} more {_are(self.needed)} needed" if self.needed else ""
+        resets = f"; it is reset at {show(self.resets_at)}" if self.resets_at else ""
+        return f"Budget {self.name or self.budget_id} is exhausted: {used}{reserved}{needs}{resets}."
 
 
 class QuotaFull(Obstacle, frozen=True):
@@ -131,9 +174,9 @@ class QuotaFull(Obstacle, frozen=True):
     limit: int
     retry_at: int | None = None  # when the window has capacity again
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         if self.what == "rate":
-            again = f"; there is room again at {format_instant(self.retry_at)}" if self.retry_at else ""
+            again = f"; there is room again at {show(self.retry_at)}" if self.retry_at else ""
             return f"Quota {self.quota_policy_id} admits {self.limit:,} per window, and as many have begun{again}."
         most = f"at most {pluralize(self.limit, 'execution')} at once"
         return f"Quota {self.quota_policy_id} lets {most} run, and {self.used:,} {_are(self.used)} running."
@@ -155,16 +198,32 @@ class NoCapableWorker(Obstacle, frozen=True):
     lane_id: str
     workers: tuple[IncapableWorker, ...]
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         lacks = join_some([f"{worker.worker_instance_id} lacks {worker.capabilities}" for worker in self.workers])
         return f"No live worker of lane {self.lane_id} has {self.required}: {lacks}."
+
+
+class Pinned(Obstacle, frozen=True):
+    """It ends with the version of the code it began with, and no worker has that version."""
+
+    version: str
+    lane_id: str
+
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        return f"It is pinned to {self.version}, which no worker of lane {self.lane_id} has; start one, or ff unpin."
+
+    def remedies(self, execution_id: str) -> tuple[str, ...]:
+        return (
+            f"start a worker of version {self.version}",
+            f"ff unpin {execution_id}   lets workers of any version continue it; --to V those of V",
+        )
 
 
 class NoWorker(Obstacle, frozen=True):
     lane_id: str
     namespace: str
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         return f"No live worker serves lane {self.lane_id} of namespace {self.namespace}: start one with `ff worker`."
 
 
@@ -174,8 +233,8 @@ class Offered(Obstacle, frozen=True):
     worker_id: str
     until: int
 
-    def sentence(self) -> str:
-        return f"It is offered to {self.worker_id} until {format_instant(self.until)}."
+    def sentence(self, show: ShowInstant = format_instant) -> str:
+        return f"It is offered to {self.worker_id} until {show(self.until)}."
 
 
 class Paused(Obstacle, frozen=True):
@@ -183,7 +242,7 @@ class Paused(Obstacle, frozen=True):
     detail: str
     since: int | None
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         return f"It is {humanize(self.reason)}" + (f" ({first_line(self.detail)})." if self.detail else ".")
 
 
@@ -192,7 +251,7 @@ class QueueMissing(Obstacle, frozen=True):
 
     lane_id: str
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         return (
             f"Its ready queue on lane {self.lane_id} is missing from the store, as after a failover that lost writes. "
             "The sweeps of any worker or server restore it; `ff doctor` names all such executions."
@@ -206,7 +265,7 @@ class Queued(Obstacle, frozen=True):
     workers: tuple[str, ...]  # live workers that could run it
     running: int  # executions that they run now
 
-    def sentence(self) -> str:
+    def sentence(self, show: ShowInstant = format_instant) -> str:
         behind = f" behind {pluralize(self.ahead, 'other')}" if self.ahead else ""
         busy = f"{'runs' if len(self.workers) == 1 else 'run'} {self.running:,} now"
         return f"It waits for a free slot{behind}; {join_some(self.workers)} could run it and {busy}."
@@ -222,3 +281,18 @@ class Explanation(msgspec.Struct, frozen=True):
     @property
     def sentence(self) -> str:
         return self.obstacle.sentence()
+
+    @property
+    def parts(self) -> list[str | int]:
+        """The sentence in parts: texts, and between them its instants in milliseconds, to be shown in local time."""
+        instants: list[int] = []
+
+        def mark(at: int) -> str:
+            instants.append(at)
+            return "\0"  # no stored text contains it
+
+        first, *texts = self.obstacle.sentence(mark).split("\0")
+        parts: list[str | int] = [first] if first else []
+        for at, text in zip(instants, texts, strict=True):
+            parts += [at, text] if text else [at]
+        return parts

@@ -51,7 +51,8 @@ class Suspension(msgspec.Struct, Generic[Instant], frozen=True):
 
     `suspension_id` is unset before the first suspension. A suspension is open until `closed_at` is set; while it is
     open, `due_at` is its timeout, or `NO_TIMEOUT`. `progress` and `satisfiers` store the progress of the condition. A
-    durable function waits on gates instead (`model.gate`); `gates` holds the open ones.
+    durable function waits on gates instead (`model.gate`); `gates` holds the open ones. While one of them asks people,
+    parked or not, `asks_until` is the instant at which the last such gate expires, or `NO_TIMEOUT`.
     """
 
     execution_id: str
@@ -79,6 +80,9 @@ class Suspension(msgspec.Struct, Generic[Instant], frozen=True):
     waits_on: str | None = None  # the gates that a parked function waits for, as JSON
     gates: str | None = None  # open gates by name, as JSON
     mail: str | None = None  # per mailbox, the next message to read and the next to write, as JSON
+    asks_until: int | None = None
+    message_count: int = 0  # messages sent so far: the number of the last one
+    inbox_closed_at: Instant | None = None  # senders are refused since then
     revision: int = 0
 
 
@@ -98,7 +102,7 @@ class Waitpoint(msgspec.Struct, Generic[Instant], frozen=True):
     activated_at: Instant | None = None
     expires_at: Instant | None = None
     pending_until: Instant | None = None  # equals `expires_at` while it is pending; the sweep scans it
-    closed_at: Instant | None = None  # closed on its own; otherwise its suspension tells
+    closed_at: Instant | None = None  # closed on its own; otherwise see its suspension
     close_reason: str | None = None
     signal_count: int = 0
     matched_signal_count: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 MAX_NAMES = 5  # names listed in a sentence
+MILLIONTHS_SUFFIX = "_millionths"  # a dimension of a budget with fractions is stored as a whole number of millionths
 
 
 def format_instant(ms: int | None) -> str:
@@ -32,13 +33,28 @@ def join_some(names: Sequence[str]) -> str:
 
 def first_line(text: str | None) -> str:
     """Return the first line of a failure, without its traceback."""
-    line, *more = (text or "").strip().splitlines() or [""]
+    if not text:
+        return ""
+    line, *more = text.strip().splitlines() or [""]
     return line + ")" if more and line.count("(") > line.count(")") else line
 
 
 def humanize(code: str) -> str:
     """Return a code as words: `waiting_for_signal` becomes `waiting for signal`."""
     return code.replace("_", " ")
+
+
+def split_dimension(dimension: str) -> tuple[str, int]:
+    """Return the name of a budget's dimension for people, and how many units of the store make one of it."""
+    if dimension.endswith(MILLIONTHS_SUFFIX):
+        return dimension.removesuffix(MILLIONTHS_SUFFIX), 1_000_000
+    return dimension, 1
+
+
+def format_amount(value: int, dimension: str) -> str:
+    """Format an amount of the store in the unit of its dimension for people: `2500000 usd_millionths` is 2.5."""
+    _, unit = split_dimension(dimension)
+    return f"{value:,}" if unit == 1 else f"{value / unit:,.6f}".rstrip("0").rstrip(".")
 
 
 def end_sentence(text: str) -> str:

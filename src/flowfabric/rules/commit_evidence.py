@@ -1,6 +1,6 @@
 """Evidence of a commit whose reply was lost: rows and events that only this change would have written.
 
-A root whose revision is the change's id proves the commit, until somebody writes the root again. Afterwards the
+A root whose revision is the change's id proves the commit, until the root is written again. Afterwards the
 evidence below still does.
 """
 

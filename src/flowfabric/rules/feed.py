@@ -45,6 +45,7 @@ class CompletionFeedEntry(FeedEntry, frozen=True):
     flow_id: str | None
     namespace: str
     instance_tag: str | None
+    unread: dict[str, int] = {}  # messages that nobody has read, by name
 
     @property
     def variant(self) -> str:
@@ -72,6 +73,15 @@ SIGNAL_EFFECTS = {
     "resume_condition_satisfied": "Satisfied",
     "buffered_for_pending_waitpoint": "Buffered",
     "deduped": "Deduped",
+}
+
+# By name of the lease event: the variant, and who revoked the lease.
+LEASE_VARIANTS: dict[str | None, tuple[str, str | None]] = {
+    "acquired": ("Acquired", None),
+    "renewed": ("Renewed", None),
+    "expired": ("Expired", None),
+    "reclaimed": ("Reclaimed", None),
+    "revoked": ("Revoked", "operator"),
 }
 
 OUTCOMES = {"success": "Success", "failed": "Failure", "failure": "Failure", "cancelled": "Cancelled"}
@@ -125,7 +135,13 @@ def completion_entry(entry: FeedEvent) -> CompletionFeedEntry:
         event.flow_id,
         event.namespace,
         tag_rules.decode_tags(event.tags).get(tag_rules.INSTANCE_TAG),
+        _unread(event),
     )
+
+
+def _unread(event: Event) -> dict[str, int]:
+    unread: dict[str, int] = msgspec.json.decode(event.details).get("unread", {}) if event.details else {}
+    return unread
 
 
 def signal_entry(entry: FeedEvent) -> SignalFeedEntry:
@@ -154,21 +170,7 @@ def operator_entry(entry: FeedEvent) -> OperatorFeedEntry:
 
 
 def _lease_variant(event: Event) -> tuple[str | None, str | None]:
-    match event.lease:
-        case "acquired":
-            return "Acquired", None
-        case "renewed":
-            return "Renewed", None
-        case "expired":
-            return "Expired", None
-        case "reclaimed":
-            return "Reclaimed", None
-        case "revoked":
-            return "Revoked", "operator"
-        case "released":
-            return _release_variant(event)
-        case _:
-            return None, None
+    return _release_variant(event) if event.lease == "released" else LEASE_VARIANTS.get(event.lease, (None, None))
 
 
 def _release_variant(event: Event) -> tuple[str, str | None]:

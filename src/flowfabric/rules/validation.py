@@ -5,7 +5,12 @@ Every text must be valid Unicode without NUL, so that every store can keep it. E
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import TypeVar
+
 from flowfabric import errors
+
+E = TypeVar("E", bound=StrEnum)
 
 MAX_TEXT_BYTES = 64 * 1024
 MAX_NAME_BYTES = 1024
@@ -46,6 +51,24 @@ def text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
 def optional_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str | None:
     """Return a valid text or None."""
     return None if value is None else text(name, value, limit=limit)
+
+
+def name(field: str, value: object) -> str:
+    """Return a valid text that is short enough for a name."""
+    return text(field, value, limit=MAX_NAME_BYTES)
+
+
+def optional_name(field: str, value: object) -> str | None:
+    """Return a valid name or None."""
+    return None if value is None else text(field, value, limit=MAX_NAME_BYTES)
+
+
+def choice(kind: type[E], name: str, value: object) -> E:
+    """Return the member of an enum with this value, or raise `InvalidInput`, which names all of them."""
+    try:
+        return kind(value)  # type: ignore[arg-type]  # any value is refused that is none
+    except ValueError:
+        raise errors.InvalidInput(f"{name}: {preview(value)} is not one of {', '.join(kind)}") from None
 
 
 def payload(name: str, value: object) -> bytes:

@@ -1,7 +1,8 @@
 """`Context`: what a handler knows of its run, and the operations whose results are recorded.
 
-`Context` joins the parts in `sdk/durable`: steps here, waits and children in `waits`, output in `output`, spending in
-`budgets`. `ClaimedAttempt` creates it on first use, and `current()` finds it from anywhere below the handler.
+`Context` joins the parts in `sdk/durable`: steps here, waits and children in `waits`, facts and messages in `inbox`,
+output in `output`, spending in `budgets`. `ClaimedAttempt` creates it on first use, and `current()` finds it from
+anywhere below the handler.
 """
 
 from __future__ import annotations
@@ -13,32 +14,40 @@ import random
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
 
 from flowfabric.handles import Handle
-from flowfabric.sdk.durable.attempt import DurableAttempt, in_step
-from flowfabric.sdk.durable.budgets import ContextBudgets
+from flowfabric.sdk.durable.attempt import DurableAttempt
+from flowfabric.sdk.durable.branches import BranchOwner, BranchTree, current_owner
+from flowfabric.sdk.durable.budgets import ContextBudgets, SpendKeys
+from flowfabric.sdk.durable.code_mismatch import CodeVersion, ask_patched
+from flowfabric.sdk.durable.inbox import Codecs, ContextInbox
+from flowfabric.sdk.durable.lives import continue_run, should_continue
+from flowfabric.sdk.durable.options import ContextOptions
 from flowfabric.sdk.durable.output import ContextOutput
-from flowfabric.sdk.durable.steps import StepCall, identify_step, run_step, step_function
+from flowfabric.sdk.durable.step_calls import StepOptions, named_in_call, run_step
+from flowfabric.sdk.durable.step_execution import RunnableStep, StepExecution, drive
 from flowfabric.sdk.durable.waits import ContextWaits
-from flowfabric.sdk.serialization.values import from_json, json_bytes
-from flowfabric.sdk.worker.threads import Portal
+from flowfabric.sdk.durations import Duration
+from flowfabric.sdk.retry import Retry
+from flowfabric.sdk.worker.threads import LoopPortal
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.model.answers.execution import Claimed
+    from flowfabric.sdk.durable.sync_context import SyncContext
     from flowfabric.sdk.fabric import Fabric
-    from flowfabric.sdk.sync import SyncContext
     from flowfabric.sdk.task import Task
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-_current: contextvars.ContextVar[Context | ClaimedAttempt] = contextvars.ContextVar("flowfabric_context")
 _creation_lock = threading.Lock()
 
 
-class Context(ContextWaits, ContextOutput, ContextBudgets):
+class Context(ContextWaits, ContextInbox, ContextOutput, ContextBudgets):
     """One attempt of a run, as its handler sees it. A plain `def` handler uses the blocking twin, `ctx.sync`."""
 
     def __init__(
@@ -50,13 +59,16 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         *,
         lease_until: Callable[[], int],
         budgets: Mapping[str, str] | None = None,
-        handler_task: asyncio.Task[Any] | None = None,
+        branches: BranchTree | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        life: int = 0,
+        scheduled: tuple[str, int] | None = None,
     ) -> None:
         """Create the context of a claimed attempt.
 
-        `handler_task` is the task that runs the handler; None if a thread does. `lease_until` returns the expiry of the
-        lease by the store's clock. `budgets` are the ids of the budgets of this run, by name.
+        `branches` are those of the task that runs the handler; None if a thread does. `lease_until` returns the expiry
+        of the lease by the store's clock. `budgets` are the ids of the budgets of this run, by name. `scheduled` is the
+        schedule of the run, by name, with its instant.
         """
         super().__init__()
         self.app = app
@@ -65,20 +77,37 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         self._lease_until = lease_until
         self._budgets = budgets or {}
         self._durable: DurableAttempt | None = None
-        self.handler_task = handler_task
+        self.branches = branches or BranchTree()
         self._loop = loop or asyncio.get_running_loop()
         self._cancelled = False
+        self.continues_elsewhere = False  # the worker gave this attempt up, and another one continues the run
+        self._spends = SpendKeys()
         fields = handle.fields
         self.task = task.name
+        self._declared_inbox = task.inbox
         self.run_id: str = fields.execution_id
+        self.life = life  # how often the run has continued as new
+        self.origin = f"{self.run_id}/{life}" if life else self.run_id  # names of this life are derived from it
+        self.open_reservations = 0
         self.attempt = fields.attempt_index
         self.lane: str = fields.lane_id
-        self.on_mismatch = task.on_mismatch
+        self._scheduled = scheduled
+        self._code = CodeVersion(task.name, task.on_mismatch, partial(app.version_of, task), task.pin)
 
     @cached_property
     def random(self) -> random.Random:
         """A `random.Random` seeded with the run's id, so that every attempt gets the same numbers in the same order."""
-        return random.Random(self.run_id)
+        return random.Random(self.origin)
+
+    @property
+    def schedule(self) -> str | None:
+        """The name of the schedule that created this run; None if none did."""
+        return None if self._scheduled is None else self._scheduled[0]
+
+    @property
+    def scheduled_at(self) -> datetime | None:
+        """The instant for which its schedule created this run, without jitter; None without a schedule."""
+        return None if self._scheduled is None else datetime.fromtimestamp(self._scheduled[1] / 1000, UTC)
 
     @property
     def handle(self) -> Handle:
@@ -90,32 +119,42 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         return self
 
     @property
+    def declared_inbox(self) -> Codecs:
+        """What the task declares to take, by the name of the message."""
+        return self._declared_inbox
+
+    @property
     def sync(self) -> SyncContext:
         """The blocking twin of this context, for plain functions: its methods have the same names and block."""
-        from flowfabric.sdk.sync import SyncContext
+        from flowfabric.sdk.durable.sync_context import SyncContext
 
-        return SyncContext(self, Portal(self._loop, self.app.thread_scheduler))
+        return SyncContext(self, LoopPortal(self._loop, self.app.thread_scheduler))
 
     @property
     def durable(self) -> DurableAttempt:
         """The replay state of this attempt, created on first use, so that plain tasks do not pay for it."""
         if self._durable is None:
             self._durable = DurableAttempt(
-                self.engine, self.handle, self.handler_task, flush=self.flush, strict=self.on_mismatch == "error"
+                self.engine,
+                self.handle,
+                self.branches,
+                flush=self.flush,
+                reach=self.reach_fault_point,
+                code=self._code,
             )
         return self._durable
 
     @property
     def may_park(self) -> bool:
         """True if the caller is the handler itself or a branch of it, where a wait can park the run."""
-        holder = _current.get(None)
-        context = holder.context if isinstance(holder, ClaimedAttempt) else holder
+        owner = current_owner.get(None)
+        context = owner.context if isinstance(owner, ClaimedAttempt) else owner
         return context is self and not self._cancelled and self.durable.is_in_handler()
 
     @property
     def is_parked(self) -> bool:
-        """True if the run was parked: its lease is released, and the handler can record nothing more."""
-        return self._durable is not None and self._durable.parked is not None
+        """True if the run was parked or continued as new: its lease is released, the handler records nothing more."""
+        return self._durable is not None and self._durable.is_released
 
     @property
     def cancelled(self) -> bool:
@@ -133,9 +172,15 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
         # At most the lease's length: the estimate of the store's clock lags by the delay of the server's reply.
         return max(0, min(left_ms, self._handle.fields.lease_ttl_ms)) / 1000
 
+    async def _load_reported(self) -> Mapping[str, int]:
+        if self.handle.fields.lease_epoch <= 1:  # the first lease of the run
+            return {}
+        await self.durable.ledger.load()
+        return self.durable.ledger.progress_counts
+
     def key(self, name: str) -> str:
-        """Return an idempotency key for a call to another service: the same on every attempt of this run."""
-        return hashlib.sha256(f"{self.run_id}|{name}".encode()).hexdigest()
+        """Return an idempotency key for a call to another service: the same on every attempt of this life."""
+        return hashlib.sha256(f"{self.origin}|{name}".encode()).hexdigest()
 
     def close(self) -> None:
         """Note that the handler has finished: tasks that it left behind can no longer park the run."""
@@ -145,63 +190,88 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     @overload
-    async def step(
-        self,
-        function: Callable[..., Awaitable[T]],
-        /,
-        *args: Any,
-        name: str | None = None,
-        key: str | None = None,
-        **kwargs: Any,
-    ) -> T: ...
+    async def step(self, function: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
-    async def step(
-        self, function: Callable[..., T], /, *args: Any, name: str | None = None, key: str | None = None, **kwargs: Any
-    ) -> T: ...
-    async def step(
-        self,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        name: str | None = None,
-        key: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    async def step(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def step(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a function once and record its result; later attempts return the result without running it again.
 
-        A process that dies between the effect and the record runs the step again: pass `ctx.key(…)` to services that
-        accept an idempotency key.
+        A failure that the function catches and moves past is remembered, too, and raised again by later attempts. One
+        that ends the attempt is not: the step runs again. A process that dies between the effect and the record runs
+        the step again: pass `ctx.key(…)` to services that accept an idempotency key.
 
         A step is identified by its name and by how many steps of that name came before it in its branch. The name is
-        the function's by default; give lambdas one, since they all have the same name. `key` identifies a step
-        explicitly, wherever it occurs.
+        the function's by default; `ctx.options(…)` gives it another one, a key, retries or a timeout.
         """
-        step = await self.find_step(function, args, kwargs, name, key)
-        if not step.is_recorded:
-            async with self.durable.without_parking():
-                await self.reach_fault_point(step.fault_point, "before_effect")
-                with in_step(step.name, step.occurrence):
-                    value = await run_step(step_function(function, self), args, kwargs)
-                step = await self.record_step_result(step, value)
-        return step.result()
+        return await self.run_step(function, args, kwargs, named_in_call(kwargs))
 
-    async def find_step(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
-    ) -> StepCall:
-        """Return the step at this point of the function, with its recorded result if it has run before."""
-        step = identify_step(self.durable, function, args, kwargs, name, key)
-        memo = await self.durable.step_memo(step.name, step.occurrence, step.digest)
-        return step if memo is None else step.with_memo(memo)
+    def options(
+        self,
+        *,
+        name: str | None = None,
+        key: str | None = None,
+        retry: Retry | None = None,
+        timeout: Duration | None = None,
+        at_most_once: bool | None = None,
+    ) -> ContextOptions:
+        """Return a context that runs a step with options: `await ctx.options(timeout="10s").step(charge, card)`.
 
-    async def record_step_result(self, step: StepCall, value: Any) -> StepCall:
-        """Record the result of a step."""
-        await self.reach_fault_point(step.fault_point, "after_effect")
-        result = step.encode(value)
-        memo = await self.engine.record_step(
-            self.handle, step.name, step.occurrence, result, encoding="json", digest=step.digest
+        `name` takes the place of the function's; give lambdas one, since they all have the same name. `key` identifies
+        a step explicitly, wherever it occurs. With `retry` the step owns its retries: when they are used up, the task's
+        are not asked. `timeout` is for each try, and raises `StepTimeout`. A step with `at_most_once` never runs
+        twice: an attempt that finds that it began, but no end, raises `StepInterrupted`.
+        """
+        options = StepOptions(name=name, key=key, retry=retry, timeout=timeout, at_most_once=at_most_once)
+        return ContextOptions(self, options)
+
+    async def run_step(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: StepOptions) -> Any:
+        """Run a step with options, or return its recorded result."""
+        execution = await self.begin_step(function, args, kwargs, options)
+        return await drive(
+            execution,
+            lambda: run_step(
+                execution.function,
+                args,
+                kwargs,
+                label=execution.call.label,
+                timeout_s=execution.options.timeout_s,
+                on_timeout=execution.expire,
+            ),
         )
-        await self.reach_fault_point(step.fault_point, "after_commit")
-        return step.with_memo(memo)
+
+    async def begin_step(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: StepOptions
+    ) -> RunnableStep:
+        """Return the step at this point of the function, ready for a try, or with its recorded result."""
+        return await StepExecution.begin(self, function, args, kwargs, options)
+
+    def is_final(self, failure: BaseException) -> bool:
+        """True if an attempt that ends with this failure is not retried: it would only reach it again."""
+        return self._durable is not None and self._durable.is_final(failure)
+
+    async def patched(self, patch: str) -> bool:
+        """Return True if this run goes the new way of a change in its function, False if it had passed this place.
+
+        The first answer is remembered for the whole run:
+
+            if await ctx.patched("fraud-check"):
+                await ctx.step(check_fraud, order)
+        """
+        return await ask_patched(self.durable, patch)
+
+    @property
+    def should_continue(self) -> bool:
+        """True if this life has reached over 1,000 operations, all of which every attempt loads: continue as new."""
+        return should_continue(self.durable.ledger, self.run_id)
+
+    async def continue_as_new(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """End this life and begin the next one with these arguments; does not return.
+
+        The run keeps its id, key, tags, parent and unread messages, and forgets its steps and waits. Children continue
+        without a parent that waits for them; open approvals are closed. `run.result()` waits for the last life.
+        Arguments are checked against the task's; `task.s(…)` as the only one lets a type checker do so, too.
+        """
+        await continue_run(self, args, kwargs)
 
     async def reach_fault_point(self, point: str, moment: str) -> None:
         """Mark a point at which a test can inject a crash."""
@@ -210,7 +280,7 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
 
     async def now(self) -> int:
         """Return the time in milliseconds since the epoch, recorded on first use: the same on every attempt."""
-        return await self.step(self._now, name="now")
+        return await self.options(name="now").step(self._now)
 
     async def _now(self) -> int:
         return self.engine.estimate.now()
@@ -218,36 +288,32 @@ class Context(ContextWaits, ContextOutput, ContextBudgets):
     def uuid(self) -> uuid.UUID:
         """Return a new unique id that is the same on every attempt."""
         name, occurrence = self.durable.next_occurrence("uuid")
-        return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.run_id}|{name}|{occurrence}")
-
-    async def run_once(self, label: str, operation: Callable[[str], Awaitable[Any]]) -> Any:
-        """Run an engine operation once and record its answer, which must be plain JSON data.
-
-        The operation gets an idempotency key that is the same on every attempt.
-        """
-        name, occurrence = self.durable.next_occurrence(label)
-        memo = await self.durable.step_memo(name, occurrence, None)
-        if memo is None:
-            async with self.durable.without_parking():
-                await self.reach_fault_point(label, "before_effect")
-                answer = await operation(self.key(f"{name}#{occurrence}"))
-                await self.reach_fault_point(label, "after_effect")
-                memo = await self.engine.record_step(self.handle, name, occurrence, json_bytes(answer), encoding="json")
-                await self.reach_fault_point(label, "after_commit")
-        return from_json(memo.result)
+        return uuid.uuid5(uuid.NAMESPACE_OID, f"{self.origin}|{name}|{occurrence}")
 
 
 class ClaimedAttempt:
     """An attempt of a claimed execution. Its context is created on first use: many handlers need none."""
 
-    __slots__ = ("_make_context", "claimed", "context", "handler_task", "is_process_starting")
+    __slots__ = (
+        "_branches",
+        "_make_context",
+        "claimed",
+        "context",
+        "handler_task",
+        "is_cancelled",
+        "is_process_starting",
+        "time_limit",
+    )
 
     def __init__(self, claimed: Claimed, make_context: Callable[[ClaimedAttempt], Context]) -> None:
         self.claimed = claimed
         self._make_context = make_context
+        self._branches: BranchTree | None = None
         self.context: Context | None = None
         self.handler_task: asyncio.Task[Any] | None = None  # the task that runs the handler; None before it starts
-        self.is_process_starting = False  # while its subprocess starts, which does not count towards the timeout
+        self.is_cancelled = False  # set by the worker when it stops or has lost the lease
+        self.time_limit: asyncio.Timeout | None = None  # timeout of the handler
+        self.is_process_starting = False  # the start of its subprocess does not count towards the timeout
 
     def get_context(self) -> Context:
         """Return the context; threads of the handler may call this concurrently."""
@@ -258,6 +324,20 @@ class ClaimedAttempt:
         return self.context
 
     @property
+    def branches(self) -> BranchTree:
+        """The branches of an `async def` handler, created with its first task or its context."""
+        if self._branches is None:
+            self._branches = BranchTree(self.handler_task, is_ending=self.is_ending)
+        return self._branches
+
+    def is_ending(self) -> bool:
+        """True once the worker has cancelled the attempt, or its time is over.
+
+        The cancellation requests of the task do not show it: before Python 3.13 a task group that failed leaves one.
+        """
+        return self.is_cancelled or (self.time_limit is not None and self.time_limit.expired())
+
+    @property
     def is_parked(self) -> bool:
         """True if the run was parked."""
         return self.context is not None and self.context.is_parked
@@ -265,16 +345,18 @@ class ClaimedAttempt:
 
 def current() -> Context:
     """Return the context of the running handler, from anywhere below it; `RuntimeError` if none is running."""
-    try:
-        holder = _current.get()
-    except LookupError:
-        raise RuntimeError("no handler of FlowFabric is running here") from None
-    return holder.get_context() if isinstance(holder, ClaimedAttempt) else holder
+    match current_owner.get(None):
+        case ClaimedAttempt() as attempt:
+            return attempt.get_context()
+        case Context() as context:
+            return context
+        case _:
+            raise RuntimeError("no handler of FlowFabric is running here")
 
 
-def set_current(context: Context | ClaimedAttempt) -> contextvars.Token[Context | ClaimedAttempt]:
+def set_current(context: Context | ClaimedAttempt) -> contextvars.Token[BranchOwner]:
     """Make a context the current one of this task or thread."""
-    return _current.set(context)
+    return current_owner.set(context)
 
 
 async def run_with_context(context: Context, awaitable: Awaitable[T]) -> T:
@@ -283,4 +365,4 @@ async def run_with_context(context: Context, awaitable: Awaitable[T]) -> T:
     try:
         return await awaitable
     finally:
-        _current.reset(token)
+        current_owner.reset(token)

@@ -45,8 +45,8 @@ def _parse(text: str, name: str) -> float:
     return total_ms
 
 
-def to_seconds(length: Duration | None, name: str = "timeout") -> float | None:
+def to_seconds(length: Duration | None) -> float | None:
     """Convert a timeout to seconds; None stays None, and a negative number is 0, as the rest of an elapsed time."""
     if length is None or (isinstance(length, int | float) and length <= 0):
         return None if length is None else 0.0
-    return to_ms(length, name) / 1000
+    return to_ms(length, "timeout") / 1000

@@ -19,12 +19,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowfabric import event_loop
-from flowfabric.sdk.worker.threads import Portal, ThreadScheduler
+from flowfabric.event_loop import start_task
+from flowfabric.sdk.worker.threads import LoopPortal, Portal, ThreadScheduler
 
 if TYPE_CHECKING:
     from flowfabric import errors
     from flowfabric.engine.types import CreateExecution
-    from flowfabric.engine_api import EngineAPI, LanePollerAPI
+    from flowfabric.engine_protocol import EngineAPI, LanePollerAPI
     from flowfabric.handles import Handle
     from flowfabric.model.answers import execution as answers
 
@@ -86,7 +87,7 @@ class EngineProvider:
         with self._lock:
             connecting = self._engines.get(loop)
             if connecting is None or _has_failed(connecting):
-                connecting = self._engines[loop] = loop.create_task(self._connect())
+                connecting = self._engines[loop] = start_task(self._connect())
         return await asyncio.shield(connecting)
 
     def bind(self, engine: EngineAPI) -> EngineTask | None:
@@ -99,7 +100,7 @@ class EngineProvider:
         self._check_fork()
         with self._lock:
             before = self._engines.get(loop)
-            self._engines[loop] = loop.create_task(opened())
+            self._engines[loop] = start_task(opened())
         return before
 
     def unbind(self, before: EngineTask | None) -> None:
@@ -126,7 +127,7 @@ class EngineProvider:
     def portal(self, scheduler: ThreadScheduler | None) -> Portal:
         """Return a portal to the loop that owns the engine; `scheduler` is used for claimed loops only."""
         owner = self._owning_loop(from_thread=True)
-        return Portal(owner) if owner is self._own_loop else Portal(owner, scheduler)
+        return LoopPortal(owner) if owner is self._own_loop else LoopPortal(owner, scheduler)
 
     def _owning_loop(self, *, from_thread: bool = False) -> asyncio.AbstractEventLoop:
         """Return the loop whose engine is used here: this one, or any other that has one, or the background loop."""
@@ -161,7 +162,7 @@ class EngineProvider:
             return
         atexit.unregister(self.stop_own_loop)
         try:
-            Portal(loop).call(self._close_on(loop))
+            LoopPortal(loop).call(self._close_on(loop))
         finally:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
@@ -171,7 +172,7 @@ class EngineProvider:
             await self.close()
 
     def _check_fork(self) -> None:
-        """Start over in a forked child: its parent's loops look as if they ran, but their threads are missing."""
+        """Start over in a forked child: the loops of its parent appear to run, but their threads are missing."""
         if self._pid != os.getpid():
             # Kept alive, so that the garbage collector does not close the parent's connections.
             _inherited.append((self._engines, self._own_loop, self._cross_loop_engine))
@@ -264,6 +265,9 @@ class _CrossLoopPoller:
     def __init__(self, poller: LanePollerAPI, owner: asyncio.AbstractEventLoop) -> None:
         self._poller = poller
         self._owner = owner
+
+    def max_claim(self, slots: int) -> int:
+        return self._poller.max_claim(slots)
 
     async def claim(
         self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True

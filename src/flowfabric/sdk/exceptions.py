@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from flowfabric.errors import FabricError
+from flowfabric.model.failure import StoredFailure
 from flowfabric.sdk.durations import Duration, to_ms
+
+LEASE_LOST_KINDS = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
 
 
 class RetryAfter(Exception):
@@ -35,6 +39,60 @@ class BudgetExceeded(Exception):
         super().__init__(f"budget {budget}: {dimension} is at {used} of {limit}, and {asked} more would go beyond it")
 
 
+class StepFailed(Exception):
+    """A step failed with an exception that cannot be made again, such as one of a local class or an exception group.
+
+    `type` is the module and name of its class, `text` its text.
+    """
+
+    def __init__(self, type_name: str, text: str) -> None:
+        super().__init__(type_name, text)
+        self.type = type_name
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.text}"
+
+
+class StepTimeout(TimeoutError):
+    """Raised when a try of a step takes longer than its `timeout`."""
+
+    def __init__(self, step: str, timeout_s: float) -> None:
+        super().__init__(f"step {step!r} has not returned after {timeout_s:g} s")
+        self.step = step
+        self.timeout_s = timeout_s
+
+
+class StepInterrupted(Exception):
+    """Raised for a step with `at_most_once=True` that began in an earlier attempt, and whose end is unknown."""
+
+    def __init__(self, step: str, run_id: str, at: str) -> None:
+        super().__init__(f"step {step!r} of run {run_id} may or may not have happened at {at}")
+        self.step = step
+        self.run_id = run_id
+        self.at = at
+
+
+class Refused(Exception):
+    """The function refused what was asked of it; the text is its reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class NotAnswered(Exception):
+    """The run ended, or began a new life, without answering what was asked of it."""
+
+    def __init__(self, run_id: str, reason: str) -> None:
+        super().__init__(run_id, reason)
+        self.run_id = run_id
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} did not answer: it {self.reason}"
+
+
 class RunEnded(Exception):
     """A run ended without a result."""
 
@@ -56,6 +114,20 @@ class RunFailed(RunEnded):
 
     hint = "run.attempts() lists every attempt, run.replay() lets it run again"
 
+    def __init__(
+        self,
+        run_id: str,
+        task: str,
+        reason: str | None,
+        attempt: int | None = None,
+        *,
+        failure: StoredFailure | None = None,
+    ) -> None:
+        super().__init__(run_id, task, reason, attempt)
+        self.type = "" if failure is None else failure.type  # "shop.Declined"; empty if no handler raised
+        self.text = self.reason if failure is None else failure.text
+        self.category = "" if failure is None else failure.category or ""
+
 
 class RunCancelled(RunEnded):
     """The run was cancelled."""
@@ -69,3 +141,8 @@ class RunSkipped(RunEnded):
     """The run was skipped, because its dependencies did not end as required."""
 
     hint = "once what it waits for has been replayed, run.replay() lets it wait again"
+
+
+def is_lease_loss(failure: BaseException | None, run_id: str) -> bool:
+    """True for the refusal that shows that the handler of this run has lost its lease."""
+    return isinstance(failure, FabricError) and failure.kind in LEASE_LOST_KINDS and failure.execution_id == run_id

@@ -19,23 +19,30 @@ from flowfabric import event_loop
 from flowfabric.clock import Clock
 from flowfabric.connector import connect, public_base_url
 from flowfabric.engine.engine import Engine
-from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import InvalidInput
 from flowfabric.ids import Minter
+from flowfabric.model.scheduling.schedule import Calendar, Overlap
 from flowfabric.sdk import validation
+from flowfabric.sdk.call import Call, TaskOptions, validate_submit_options
 from flowfabric.sdk.context import Context
+from flowfabric.sdk.durable.code_mismatch import DEFAULT_ON_MISMATCH, ON_MISMATCH
+from flowfabric.sdk.durable.inbox import message_codecs
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.engine_provider import EngineProvider
 from flowfabric.sdk.flows import Flow
+from flowfabric.sdk.keys.key import BatchKey, Key, RunKey
 from flowfabric.sdk.limits import Budget, CallLimits, Limit, ScopeSelector
 from flowfabric.sdk.retry import Retry
 from flowfabric.sdk.run import Run
+from flowfabric.sdk.schedules import DeclaredSchedule, ScheduleHandle, Schedules, declare_schedule, defining_module
 from flowfabric.sdk.serialization.values import ValueCodec
-from flowfabric.sdk.task import AsyncTask, PlainTask, Task, TaskDecorator, TaskOptions, validate_submit_options
+from flowfabric.sdk.task import AsyncTask, BatchTaskDecorator, PlainTask, Task, TaskDecorator
+from flowfabric.sdk.versions import source_digest, validate_version
 from flowfabric.sdk.worker.threads import Portal, ThreadScheduler
 from flowfabric.settings import Settings
 
 if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.sdk.sync import SyncFabric
 
 P = ParamSpec("P")
@@ -64,10 +71,14 @@ class Fabric:
         clock: Clock | None = None,
         minter: Minter | None = None,
         token: str | None = None,
+        version: str | None = None,
+        prune_schedules: bool = False,
     ) -> None:
         """Take the URL of a store or of a server; nothing is opened yet.
 
-        A server is sent `token`, or by default FLOWFABRIC_TOKEN or FF_API_TOKEN.
+        A server is sent `token`, or by default FLOWFABRIC_TOKEN or FF_API_TOKEN. `version` names the code that this
+        process runs: by default FLOWFABRIC_VERSION, or a digest of a task's module and the modules it imports.
+        `prune_schedules` removes schedules that have left the code, instead of pausing them.
         """
         if url is not None and not isinstance(url, str):
             raise InvalidInput(f"url: {url!r} is not a text, as in sqlite:///app.db")
@@ -76,12 +87,18 @@ class Fabric:
         self._public_url = public_url
         # Hooks for tests, set by `flowfabric.testing.World`.
         self.on_fault_point: Callable[[Context, str, str], Awaitable[None]] | None = None  # may raise a crash
+        # Sees every try of a step by its place and label; returns an exception that the try raises instead of running.
+        self.on_step: Callable[[Context, tuple[str, int], str], Exception | None] | None = None
         self.thread_scheduler: ThreadScheduler | None = None  # decides when a thread gets the result of its call
         self.on_approval: Callable[[Context, str, Any], None] | None = None  # sees the name and type of an approval
         self.stubs: dict[Any, Callable[..., Any]] = {}  # replacement for a step function or a task
         self.use_subprocesses = True  # if False, handlers with isolation="process" run in a thread
         self.identity = f"{socket.gethostname()}:{os.getpid()}"
         self.tasks: dict[str, Task[..., Any]] = {}
+        self.version = validate_version(version or os.environ.get("FLOWFABRIC_VERSION"))
+        self.module = defining_module(self)  # owns the schedules that are declared here
+        self.declared_schedules: dict[str, DeclaredSchedule] = {}
+        self.prune_schedules = bool(prune_schedules)
         self._settings = settings
         self._migrate = migrate
         self._clock = clock
@@ -122,7 +139,30 @@ class Fabric:
         fair: ScopeSelector | None = None,
         weight: int = 1,
         isolation: Literal["auto", "process"] = "auto",
-        on_mismatch: Literal["warn", "error"] = "warn",
+        on_mismatch: Literal["hold", "warn", "error"] = DEFAULT_ON_MISMATCH,
+        pin: bool = False,
+        key: BatchKey,
+    ) -> BatchTaskDecorator: ...
+    @overload
+    def task(
+        self,
+        *,
+        name: str | None = None,
+        lane: str = "default",
+        retry: Retry | None = None,
+        timeout: Duration | None = None,
+        needs: Iterable[str] = (),
+        priority: int = 0,
+        tags: Mapping[str, str] | None = None,
+        budgets: Iterable[Budget] = (),
+        limits: Iterable[Limit] = (),
+        fair: ScopeSelector | None = None,
+        weight: int = 1,
+        isolation: Literal["auto", "process"] = "auto",
+        on_mismatch: Literal["hold", "warn", "error"] = DEFAULT_ON_MISMATCH,
+        pin: bool = False,
+        inbox: Mapping[str, Any] | None = None,
+        key: Key | None = None,
     ) -> TaskDecorator: ...
     def task(
         self,
@@ -140,20 +180,33 @@ class Fabric:
         fair: ScopeSelector | None = None,
         weight: int = 1,
         isolation: Literal["auto", "process"] = "auto",
-        on_mismatch: Literal["warn", "error"] = "warn",
+        on_mismatch: Literal["hold", "warn", "error"] = DEFAULT_ON_MISMATCH,
+        pin: bool = False,
+        inbox: Mapping[str, Any] | None = None,
+        key: RunKey | None = None,
     ) -> Any:
         """Make a function a task. Runs refer to it by `name`, which defaults to the function's module and name.
 
-        `fair` names the parameter, or is the function of the arguments, that tells whose work a call is. Work of
+        `fair` names the parameter, or is the function of the arguments, that names the owner of a call. Work of
         different owners is claimed in turn, in proportion to `weight`, so that a long backlog of one does not delay
-        the others. `on_mismatch` decides whether a durable function that no longer matches its recorded steps logs a
-        warning or fails.
+        the others. `on_mismatch` decides what a durable function does that no longer fits what its run remembers: it is
+        held until other code or a person releases it, logs a warning, or fails. With `pin` a run ends with the version
+        it began with: only workers of that version continue it. The app needs a `version` then. `inbox` declares the
+        messages that a run takes, by name and type (None for one without a value); every sender is checked against it.
+        `key` is a function of the arguments that names a run, and says what a submit does whose key is taken; it is for
+        submits, not for children and nodes of flows.
         """
         if isolation not in ("auto", "process"):
             raise InvalidInput(f'isolation: {isolation!r} is neither "auto" nor "process"')
-        if on_mismatch not in ("warn", "error"):
-            raise InvalidInput(f'on_mismatch: {on_mismatch!r} is neither "warn" nor "error"')
+        if on_mismatch not in ON_MISMATCH:
+            raise InvalidInput(f'on_mismatch: {on_mismatch!r} is not one of "hold", "warn" and "error"')
+        if key is not None and not isinstance(key, RunKey):
+            raise InvalidInput(f'key: {key!r} is no Key; write key=Key("parameter")')
+        if pin and self.version is None:
+            raise InvalidInput("pin: the app has no version; write Fabric(version=…) or set FLOWFABRIC_VERSION")
+        codecs = message_codecs(inbox or {})
         options = TaskOptions(
+            inbox={name: msgspec.json.decode(codec.schema() or "{}") for name, codec in codecs.items()},
             needs=validation.validate_capabilities("needs", needs),
             timeout_ms=None if timeout is None else to_ms(timeout, "timeout", minimum_ms=1),
             budgets=validation.validate_each("budgets", Budget, budgets, "[Budget(…)]"),
@@ -172,12 +225,24 @@ class Fabric:
                 raise InvalidInput(f"task {task_name!r} exists already; give one of them another name=")
             task_type = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
             task: Task[..., Any] = task_type(
-                self, function, name=task_name, isolation=isolation, on_mismatch=on_mismatch, options=options
+                self,
+                function,
+                name=task_name,
+                isolation=isolation,
+                on_mismatch=on_mismatch,
+                pin=bool(pin),
+                inbox=codecs,
+                options=options,
+                key=key,
             )
             self.tasks[task_name] = task
             return task
 
         return TaskDecorator(register) if handler is None else register(handler)
+
+    def version_of(self, task: Task[..., Any]) -> str:
+        """Return the version of a task's code: the app's, or a digest of its source."""
+        return self.version or source_digest(task.handler)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -268,6 +333,52 @@ class Fabric:
     def flow(self, name: str) -> Flow:
         """Start a flow, a graph of calls that is submitted as a whole; it has no nodes yet."""
         return Flow(self, name)
+
+    # -- schedules ------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self,
+        name: str,
+        call: Call[Any],
+        *,
+        cron: str | None = None,
+        every: Duration | None = None,
+        offset: Duration = 0,
+        at: Calendar | None = None,
+        tz: str = "UTC",
+        overlap: Overlap | Literal["skip", "queue_one", "queue", "cancel", "allow"] = Overlap.SKIP,
+        catch_up: Duration = "10m",
+        jitter: Duration = 0,
+        pause_on_failure: bool = False,
+    ) -> ScheduleHandle:
+        """Declare a schedule of a call, made with `task.s(…)`; workers of this app create it when they start.
+
+        It fires by one of `cron`, `every` (counted from the epoch, moved by `offset`) and `at`. `overlap` says what
+        happens while its last run is under way. Instants that were missed by at most `catch_up` still get their runs.
+        `jitter` delays each run by up to this long. With `pause_on_failure` a run that fails pauses the schedule.
+        """
+        declared = declare_schedule(
+            name,
+            call,
+            cron=cron,
+            every=every,
+            offset=offset,
+            at=at,
+            tz=tz,
+            overlap=overlap,
+            catch_up=catch_up,
+            jitter=jitter,
+            pause_on_failure=pause_on_failure,
+        )
+        if declared.name in self.declared_schedules:
+            raise InvalidInput(f"schedule {declared.name!r} is declared twice; give one of them another name")
+        self.declared_schedules[declared.name] = declared
+        return ScheduleHandle(self, declared.name)
+
+    @property
+    def schedules(self) -> Schedules:
+        """The schedules of this app's namespace: create, get, list."""
+        return Schedules(self)
 
     def find(self, run_id: str) -> Run[Any]:
         """Return the handle of a run of any task, by its id. Its result is plain JSON data."""

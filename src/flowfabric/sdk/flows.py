@@ -25,11 +25,12 @@ from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.errors import InvalidInput, NotFound
 from flowfabric.model.states import PublicState
 from flowfabric.sdk import validation
+from flowfabric.sdk.call import Call
 from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.exceptions import RunEnded, RunSkipped
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.run import Run
-from flowfabric.sdk.task import Call, Task, as_call
+from flowfabric.sdk.task import Task, as_call
 
 if TYPE_CHECKING:
     from flowfabric.sdk.fabric import Fabric
@@ -48,7 +49,7 @@ class NodeOutcome(msgspec.Struct, frozen=True):
 
 
 class Node(Generic[R]):
-    """A call in a flow. Passed as an argument to another call, it stands for its result."""
+    """A call in a flow. Passed as an argument to another call, it is replaced by its result."""
 
     def __init__(self, flow: Flow, name: str, call: Call[R]) -> None:
         self.flow = flow
@@ -228,7 +229,7 @@ class FlowRun:
         """Return the run of a node, given as the node or its name."""
         known = self.flow.nodes.get(node) if isinstance(node, str) else node
         if not isinstance(known, Node) or known.name not in self._run_ids:
-            raise InvalidInput(f"flow {self.flow.name}: {node!r} is none of {', '.join(self._run_ids)}")
+            raise InvalidInput(f"flow {self.flow.name}: {node!r} is not one of {', '.join(self._run_ids)}")
         return known.call.task.own_run(self._run_ids[known.name])
 
     @property
@@ -252,7 +253,7 @@ class FlowRun:
                 outcomes = await asyncio.gather(*(self[node].result() for node in nodes), return_exceptions=True)
         except TimeoutError:
             error = TimeoutError(f"{self.flow.name} {self.id} has not ended after {timeout_s:g} s; it continues to run")
-            error.add_note("run.states() tells what each node is doing; is a worker running?")
+            error.add_note("run.states() lists the state of each node; is a worker running?")
             raise error from None
         ended = list(zip(nodes, outcomes, strict=True))
         # The nodes whose failure the flow handled: a node waited for it ...

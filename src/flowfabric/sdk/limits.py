@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from flowfabric.errors import InvalidInput
+from flowfabric.model.text import MILLIONTHS_SUFFIX
 from flowfabric.sdk import validation
 from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
 
 logger = logging.getLogger("flowfabric.worker")
 
 CURRENCY_DIMENSIONS = frozenset({"usd", "eur", "gbp", "chf"})
-MILLIONTHS_SUFFIX = "_millionths"  # a dimension with fractions is stored as a whole number of millionths
 
 ScopeSelector = str | Callable[..., Any]  # a parameter, a field of one, or a tag; or a function of the arguments
 

@@ -11,29 +11,37 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import msgspec
 
-from flowfabric.model.gate import StepMemo
 from flowfabric.sdk.context import Context
+from flowfabric.sdk.durable.branches import BranchTree, as_coroutine
 from flowfabric.sdk.durable.budgets import Reservation
+from flowfabric.sdk.durable.inbox import encode_fact
 from flowfabric.sdk.durable.output import Output, apply_merge_patch, progress_patch
-from flowfabric.sdk.durable.steps import StepCall, identify_step
+from flowfabric.sdk.durable.races import Won
+from flowfabric.sdk.durable.step_calls import (
+    StepCall,
+    StepOptions,
+    check_step_function,
+    identify_step,
+    options_of,
+    step_function,
+)
 from flowfabric.sdk.durations import Duration, to_ms
 
 if TYPE_CHECKING:
-    from flowfabric.sdk.durable.attempt import DurableAttempt
+    from flowfabric.sdk.durable.step_execution import RunnableStep
+    from flowfabric.sdk.durable.sync_context import SyncContext
     from flowfabric.sdk.limits import Budget
-    from flowfabric.sdk.sync import SyncContext
     from flowfabric.sdk.task import Task
-    from flowfabric.sdk.worker.threads import Portal
 
 T = TypeVar("T")
 
-NEEDS_WORLD = "a plain call has nobody to wait for; test this function in a World"
+NEEDS_WORLD = "a plain call has no run that could wait; test this function in a World"
 
 
 class LocalContext(Context):
@@ -43,33 +51,27 @@ class LocalContext(Context):
         self.app = task.app
         self.task = task.name
         self.run_id = f"plain-call-{uuid.uuid4()}"
-        self.attempt = 0
+        self.origin = self.run_id
+        self.life = self.attempt = 0
         self.lane = task.default_options.lane
         self.reported_progress: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        self.branches = BranchTree()
         self._occurrences: Counter[str] = Counter()
         self._outputs = {}
+        self._scheduled = None
 
     @property
     def sync(self) -> SyncContext:
         """The blocking twin of this context, for plain functions."""
-        from flowfabric.sdk.sync import SyncContext
+        from flowfabric.sdk.durable.sync_context import SyncContext
 
-        return SyncContext(self, cast("Portal", _ThreadPortal()))
+        return SyncContext(self, _ThreadPortal())
 
-    @property
-    def durable(self) -> DurableAttempt:
-        """This context itself, which has the part of `DurableAttempt` that steps need."""
-        return cast("DurableAttempt", self)
-
-    def next_occurrence(self, label: str) -> tuple[str, int]:
+    def next_place(self, label: str) -> tuple[str, int]:
         """Return the label, and how often it occurred before."""
         self._occurrences[label] += 1
         return label, self._occurrences[label] - 1
-
-    @asynccontextmanager
-    async def without_parking(self) -> AsyncIterator[None]:
-        """Do nothing: a plain call never parks."""
-        yield
 
     @property
     def cancelled(self) -> bool:
@@ -81,15 +83,18 @@ class LocalContext(Context):
         """Infinity: a plain call has no lease."""
         return float("inf")
 
-    async def find_step(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, key: str | None
-    ) -> StepCall:
-        """Return the step, without a recorded result."""
-        return identify_step(self.durable, function, args, kwargs, name, key)
+    async def begin_step(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: StepOptions
+    ) -> RunnableStep:
+        """Return the step, ready for its only try."""
+        check_step_function(function)
+        options = options_of(function, options)
+        call = identify_step(self, function, args, kwargs, options)
+        return _LocalStep(call, options, step_function(function, self))
 
-    async def record_step_result(self, step: StepCall, value: Any) -> StepCall:
-        """Return the step with its result encoded as a store would keep it."""
-        return step.with_memo(StepMemo(self.run_id, step.name, step.occurrence, 0, 0, step.encode(value)))
+    def is_final(self, failure: BaseException) -> bool:
+        """False: a plain call has no attempts."""
+        return False
 
     async def reach_fault_point(self, point: str, moment: str) -> None:
         """Do nothing: no faults are injected into a plain call."""
@@ -101,10 +106,32 @@ class LocalContext(Context):
         """Return at once."""
         to_ms(length, "sleep")
 
+    @property
+    def should_continue(self) -> bool:
+        """False: a plain call remembers nothing."""
+        return False
+
+    async def continue_as_new(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a plain call has one life."""
+        raise RuntimeError("ctx.continue_as_new: a plain call has one life; test this function in a World")
+
+    async def patched(self, patch: str) -> bool:
+        """Return True: a plain call is new."""
+        return True
+
     async def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
         """Return None, as after a timeout; without a timeout raise."""
         if timeout is None:
             raise RuntimeError(f"receive {name!r}: {NEEDS_WORLD}")
+
+    async def set(self, name: str, value: Any) -> None:
+        """Keep the value in `facts`."""
+        encode_fact(name, value)
+        self.facts[name] = value
+
+    def inbox(self, **messages: Any) -> Any:
+        """Raise: nobody can send a message."""
+        raise RuntimeError(f"inbox: {NEEDS_WORLD}")
 
     async def approval(self, name: str, shape: type[Any], **_: Any) -> Any:
         """Raise: nobody can vote."""
@@ -123,9 +150,14 @@ class LocalContext(Context):
             return [await _run_call(call) for call in calls]
         return list(await asyncio.gather(*members))
 
-    async def race(self, *calls: Any) -> Any:
-        """Run the first child only, which wins."""
-        return await _run_call(calls[0])
+    async def race(self, *calls: Any, **members: Any) -> Any:
+        """Run the first child or member only, which wins."""
+        if calls:
+            return await _run_call(calls[0])
+        (name, first), *others = ((name, as_coroutine(member)) for name, member in members.items())
+        for _, other in others:
+            other.close()
+        return Won(name, await first)
 
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
         """Keep the report in `reported_progress`."""
@@ -145,7 +177,39 @@ class LocalContext(Context):
     ) -> AsyncIterator[Reservation]:
         """Check the amounts and grant the reservation."""
         budget.amounts(amounts)
-        yield Reservation()
+
+        async def check(spent: Mapping[str, int | float]) -> None:
+            budget.amounts(spent)
+
+        yield Reservation(check)
+
+
+class _LocalStep:
+    """A step of a plain call: it runs once, and its result is encoded as a store would keep it."""
+
+    def __init__(self, call: StepCall, options: StepOptions, function: Any) -> None:
+        self.call = call
+        self.options = options
+        self.function = function
+        self.is_due = True
+        self._result = b""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Mark nothing: a plain call never parks."""
+        return nullcontext()
+
+    async def end_try(self, value: Any, error: BaseException | None) -> None:
+        """Keep the result, or raise."""
+        if error is not None:
+            raise error
+        self._result, self.is_due = self.call.encode(value), False
+
+    def expire(self) -> None:
+        """Do nothing: there is no context to refuse."""
+
+    def result(self) -> Any:
+        """Decode the result."""
+        return self.call.decode(self._result)
 
 
 class _CollectedOutput(Output):

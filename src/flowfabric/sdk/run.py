@@ -7,7 +7,7 @@ import base64
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -15,30 +15,32 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.types import Accepted, MessageArgs, SignalArgs, WaitpointToken
 from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.sdk.answers import MAX_POLL_MS, Deadline, make_message, read_answer, read_first
 from flowfabric.sdk.approvals import ApprovalLink
 from flowfabric.sdk.durable.output import START_CURSOR, progress_document
 from flowfabric.sdk.durations import Duration, to_seconds
 from flowfabric.sdk.exceptions import RunCancelled, RunExpired, RunFailed, RunSkipped
-from flowfabric.sdk.serialization.values import ValueCodec, json_bytes, to_plain
+from flowfabric.sdk.serialization.failures import make_exception
+from flowfabric.sdk.serialization.values import ValueCodec, from_json, incoming_codec, json_bytes, to_plain
 
 if TYPE_CHECKING:
     from flowfabric.engine.operations.pages import ExecutionOutcome
     from flowfabric.engine.types import ExecutionSnapshot
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.sync import SyncRun
+    from flowfabric.sdk.task import Task
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 TAIL_WAIT_MS = 10_000
 logger = logging.getLogger("flowfabric.worker")
 
-MAX_POLL_MS = 30_000
 
 _ERROR_BY_OUTCOME = {
-    TerminalOutcome.FAILED: RunFailed,
     TerminalOutcome.CANCELLED: RunCancelled,
     TerminalOutcome.EXPIRED: RunExpired,
     TerminalOutcome.SKIPPED: RunSkipped,
@@ -91,21 +93,19 @@ class Run(Generic[R]):
         """Wait for the end of the run and return what its handler returned.
 
         Raises `RunFailed`, `RunCancelled`, `RunExpired` or `RunSkipped` if the run ended without success, and
-        `TimeoutError` if it has not ended within `timeout`; the run itself continues.
+        `TimeoutError` if it has not ended within `timeout`; the run itself continues. The cause of a `RunFailed` is the
+        exception of the last attempt, if its class is loaded here.
         """
         timeout_s = to_seconds(timeout)
         engine = await self._engine()
-        clock = asyncio.get_running_loop().time
-        give_up_at = None if timeout_s is None else clock() + timeout_s
-        max_poll_ms = max(MAX_POLL_MS, engine.settings.poll_ms)
+        deadline = Deadline(timeout_s, max_poll_ms=max(MAX_POLL_MS, engine.settings.poll_ms))
         await asyncio.sleep(0)  # lets the wakeup of a submit just before reach local workers first
         has_warned = False
         while True:
-            left_ms = max_poll_ms if give_up_at is None else max(0, int((give_up_at - clock()) * 1000))
-            outcome = await engine.await_end(self.id, max_wait_ms=min(left_ms, max_poll_ms))
+            outcome = await engine.await_end(self.id, max_wait_ms=deadline.left_ms)
             if outcome is not None:
                 return await self._value(engine, outcome)
-            if give_up_at is not None and clock() >= give_up_at:
+            if not deadline.left_ms:
                 raise self.timeout_error(timeout_s)
             if not has_warned:
                 has_warned = True
@@ -123,7 +123,7 @@ class Run(Generic[R]):
     def timeout_error(self, after_s: float | None) -> TimeoutError:
         """Return the error for a caller that has waited `after_s` seconds for the end."""
         error = TimeoutError(f"{self.task} {self.id} has not ended after {after_s:g} s; it continues to run")
-        error.add_note(f"run.explain() or `ff explain {self.id}` tells what it waits for; is a worker running?")
+        error.add_note(f"run.explain() or `ff explain {self.id}` says what it waits for; is a worker running?")
         return error
 
     async def state(self) -> PublicState:
@@ -157,6 +157,19 @@ class Run(Generic[R]):
         with self._name_missing_run():
             await (await self._engine()).replay_execution(self.id)
 
+    async def release(self, *, accept: bool = False) -> bool:
+        """Let a run continue that is held because its function has changed; False if it is not held.
+
+        With `accept` it takes the new way, at the place where it was held.
+        """
+        with self._name_missing_run():
+            return await (await self._engine()).release_held(self.id, accept=accept)
+
+    async def unpin(self, to: str | None = None) -> bool:
+        """Let workers of any version continue a pinned run, or those of the version `to`; False if nothing changes."""
+        with self._name_missing_run():
+            return await (await self._engine()).unpin(self.id, version=to)
+
     async def explain(self) -> Explanation:
         """Return why it is not running: a dependency, a delay, a limit, a budget, no capable worker, all busy …"""
         with self._name_missing_run():
@@ -173,17 +186,70 @@ class Run(Generic[R]):
             if "token=" in token:
                 return await self.vote(token, value)
             return await self._vote_at(engine, name, token, value)
-        message = MessageArgs(
-            execution_id=self.id,
-            mailbox=name,
-            message_id=engine.minter.uuid(),
-            payload=json_bytes(to_plain(value)),
-            payload_encoding="json",
-            idempotency_key=key,
-        )
         with self._name_missing_run():
-            answer = await engine.send_message(message)
+            answer = await engine.send_message(self._message(engine, name, value, key))
         return isinstance(answer, Accepted)
+
+    def _message(self, engine: EngineAPI, name: str, value: Any, key: str | None) -> MessageArgs:
+        return make_message(engine, self._app, self.task, self.id, name, value, key)
+
+    @overload
+    async def ask(
+        self, name: str, value: Any, shape: type[T], *, timeout: Duration | None = None, key: str | None = None
+    ) -> T: ...
+    @overload
+    async def ask(
+        self, name: str, value: Any = None, shape: Any = Any, *, timeout: Duration | None = None, key: str | None = None
+    ) -> Any: ...
+    async def ask(
+        self, name: str, value: Any = None, shape: Any = Any, *, timeout: Duration | None = None, key: str | None = None
+    ) -> Any:
+        """Send a message and return the reply of its handler, as this type; the message is sent once.
+
+        Raises `Refused` if the handler refuses it, `NotAnswered` if the run ends without a reply, and `TimeoutError` if
+        there is none in time; the message stays sent. With the same `key` it is the same question: it is not sent
+        again, and has the same answer for as long as the run is kept.
+        """
+        codec = incoming_codec(shape, f"ask {name}")
+        engine = await self._engine()
+        reply = await read_answer(engine, self._message(engine, name, value, key), to_seconds(timeout), self)
+        return codec.load(from_json(reply.payload or b"null"), f"reply to {name}")
+
+    @overload
+    async def get(self, name: str, shape: type[T], *, wait: Duration) -> T: ...
+    @overload
+    async def get(self, name: str, shape: type[T], *, wait: None = None) -> T | None: ...
+    @overload
+    async def get(self, name: str, shape: Any = Any, *, wait: Duration | None = None) -> Any: ...
+    async def get(self, name: str, shape: Any = Any, *, wait: Duration | None = None) -> Any:
+        """Return the fact of this name as this type, of a run in any state; None if its handler has set none.
+
+        With `wait`, wait for the first value; raises `TimeoutError` if there is none in time, or the run ends before.
+        """
+        codec = incoming_codec(shape, f"get {name}")
+        with self._name_missing_run():
+            fact = await read_first(await self._engine(), self, name, to_seconds(wait))
+        return None if fact is None else codec.load(from_json(fact.value), name)
+
+    @overload
+    def watch(self, name: str, shape: type[T]) -> AsyncIterator[T]: ...
+    @overload
+    def watch(self, name: str, shape: Any = Any) -> AsyncIterator[Any]: ...
+    async def watch(self, name: str, shape: Any = Any) -> AsyncIterator[Any]:
+        """Iterate over the values of a fact, from the present one until the run ends.
+
+        Values that are replaced faster than they are read are left out; none comes back.
+        """
+        codec = incoming_codec(shape, f"watch {name}")
+        engine, seen = await self._engine(), 0
+        while True:
+            with self._name_missing_run():
+                reading = await engine.read_fact(self.id, name, after=seen, max_wait_ms=MAX_POLL_MS)
+            if reading.fact is not None:
+                seen = reading.fact.number
+                yield codec.load(from_json(reading.fact.value), name)
+            elif reading.has_ended:
+                return
 
     async def _vote_at(self, engine: EngineAPI, name: str, token: str, value: Any) -> bool:
         """Answer the open approval that the token belongs to, found by its fingerprint."""
@@ -202,7 +268,7 @@ class Run(Generic[R]):
     async def vote(self, link: str, value: Any = True, *, by: str = "") -> bool:
         """Answer an approval of this run with one of its links; a value of the wrong type raises `InvalidInput`.
 
-        Returns False if the vote does not count, because this link has voted before: the first vote stands.
+        Returns False if the vote does not count, because this link has voted before: the first vote is kept.
         """
         waitpoint_id, token = _parse_link(link)
         engine = await self._engine()
@@ -236,7 +302,7 @@ class Run(Generic[R]):
             for frame in page.frames:
                 position = frame.id
                 if frame.fields.get("frame_type") == name:
-                    yield OutputFrame(_decode_text(frame.fields), attempt, f"{attempt}/{frame.id}")
+                    yield OutputFrame(frame_text(frame.fields), attempt, f"{attempt}/{frame.id}")
             if page.frames:
                 continue
             latest = await engine.read_current_attempt_index(self.id)
@@ -289,12 +355,34 @@ class Run(Generic[R]):
             with suppress(errors.FabricError):
                 attempts = await engine.read_total_attempt_count(self.id)
             last = attempts - 1 if attempts else None
-            raise _ERROR_BY_OUTCOME.get(outcome.outcome, RunFailed)(self.id, self.task, outcome.reason, last)
-        value: R = self._codec.from_json(outcome.result, "result")
+            if (error := _ERROR_BY_OUTCOME.get(outcome.outcome)) is not None:
+                raise error(self.id, self.task, outcome.reason, last)
+            cause = None if outcome.failure is None else make_exception(outcome.failure)
+            raise RunFailed(self.id, self.task, outcome.reason, last, failure=outcome.failure) from cause
+        return self.decode(outcome.result)
+
+    def decode(self, result: bytes | None) -> R:
+        """Decode what its handler returned."""
+        value: R = self._codec.from_json(result, "result")
         return value
 
     def __repr__(self) -> str:
         return f"<Run {self.task} {self.id}>"
+
+
+class BatchedRun(Run[R]):
+    """A submit that became one input of a batch: its result is its own, everything else is the batch's."""
+
+    def __init__(self, task: Task[..., R], run_id: str, item: int, *, created: bool) -> None:
+        codec, namespace = task.signature.result_codec, task.app.namespace
+        super().__init__(run_id, task.name, codec, task.app, created=created, namespace=namespace)
+        self.item = item  # its place among the inputs
+
+    def decode(self, result: bytes | None) -> R:
+        """Decode what the handler returned for this input."""
+        values = msgspec.json.decode(result or b"[]", type=list[msgspec.Raw])
+        value: R = self._codec.from_json(bytes(values[self.item]), "result")
+        return value
 
 
 def _parse_cursor(text: str) -> tuple[int, str]:
@@ -313,7 +401,8 @@ def _parse_link(link: str) -> tuple[str, str]:
     return parts.path.rsplit("/", 1)[-1], tokens[0]
 
 
-def _decode_text(fields: Mapping[str, str]) -> str:
+def frame_text(fields: Mapping[str, str]) -> str:
+    """Return the text of a frame."""
     payload = fields.get("payload", "")
     if fields.get("encoding") == "base64":
         return base64.b64decode(payload).decode("utf-8", "replace")

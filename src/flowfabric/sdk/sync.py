@@ -1,80 +1,43 @@
-"""Blocking twins of the public objects, for scripts, views and plain `def` handlers, which cannot await.
+"""Blocking twins of the public objects, for scripts and views, which cannot await.
 
     receipt = send.sync.submit(mail).result(timeout=10)
 
-    @app.task
-    def pay(ctx: Context, order: Order) -> str:
-        receipt = ctx.sync.step(charge, order)          # runs in this thread, and is recorded like any step
-        ctx.sync.sleep("7d")                            # frees the thread: the function runs again later
-        return receipt
-
-Each method runs the coroutine of the same name on an event loop and blocks until it returns. A wait that parks the run
-unwinds the function by `HandlerUnwound`, which is not an `Exception`, so that `except Exception` does not catch it.
+Each method runs the coroutine of the same name on an event loop and blocks until it returns. The twin of `Context` is
+in `sdk/durable/sync_context.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import inspect
-import random
-import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from flowfabric import event_loop
-from flowfabric.sdk.approvals import Approval, Votes
-from flowfabric.sdk.durable.attempt import in_step
-from flowfabric.sdk.durable.budgets import Reservation
-from flowfabric.sdk.durable.steps import step_function
 from flowfabric.sdk.durations import Duration
-from flowfabric.sdk.joins import AllOf, Join
-from flowfabric.sdk.limits import Budget
-from flowfabric.sdk.worker.threads import DaemonThreadPool, Portal
+from flowfabric.sdk.worker.threads import Portal
 
 if TYPE_CHECKING:
     from flowfabric.engine.types import ExecutionSnapshot
     from flowfabric.model.answers.execution import AttemptView
     from flowfabric.model.obstacles import Explanation
     from flowfabric.model.states import PublicState
-    from flowfabric.sdk.context import Context
-    from flowfabric.sdk.durable.output import Output
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.flows import Flow, FlowRun, Graph, Node
+    from flowfabric.sdk.keys.keyed import Keyed
+    from flowfabric.sdk.keys.keyed_sync import SyncKeyed
     from flowfabric.sdk.run import OutputFrame, Reset, Run
-    from flowfabric.sdk.task import Call, Submitter, Task
+    from flowfabric.sdk.submitter import Submitter
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-V = TypeVar("V")
-
-ALL = AllOf()
-_branches = DaemonThreadPool("flowfabric-branch")
 
 
-class SyncRun(Generic[R]):
-    """The blocking twin of `Run`."""
+class SyncRunMethods(Generic[R]):
+    """What `SyncRun` and `SyncKeyed` have in common: the blocking twins of the methods of `Run` and `Keyed`."""
 
-    def __init__(self, run: Run[R], portal: Portal) -> None:
+    def __init__(self, run: Run[R] | Keyed[Any, R], portal: Portal) -> None:
         self._run = run
         self._portal = portal
-
-    @property
-    def id(self) -> str:
-        """The run's id."""
-        return self._run.id
-
-    @property
-    def task(self) -> str:
-        """The name of its task."""
-        return self._run.task
-
-    @property
-    def created(self) -> bool:
-        """False if the submit returned the run of an earlier submit with the same key."""
-        return self._run.created
 
     def result(self, timeout: Duration | None = None) -> R:
         """Wait for the end and return what the handler returned; raises as `Run.result` does."""
@@ -92,6 +55,14 @@ class SyncRun(Generic[R]):
         """Return all attempts so far, the first one first."""
         return self._portal.call(self._run.attempts())
 
+    def release(self, *, accept: bool = False) -> bool:
+        """Let a run continue that is held because its function has changed; False if it is not held."""
+        return self._portal.call(self._run.release(accept=accept))
+
+    def unpin(self, to: str | None = None) -> bool:
+        """Let workers of any version continue a pinned run, or those of the version `to`; False if nothing changes."""
+        return self._portal.call(self._run.unpin(to))
+
     def explain(self) -> Explanation:
         """Return why it is not running."""
         return self._portal.call(self._run.explain())
@@ -108,6 +79,38 @@ class SyncRun(Generic[R]):
         """Send a message to its handler, or answer an approval; False if it was sent before."""
         return self._portal.call(self._run.signal(name, value, key=key, token=token))
 
+    @overload
+    def ask(
+        self, name: str, value: Any, shape: type[T], *, timeout: Duration | None = None, key: str | None = None
+    ) -> T: ...
+    @overload
+    def ask(
+        self, name: str, value: Any = None, shape: Any = Any, *, timeout: Duration | None = None, key: str | None = None
+    ) -> Any: ...
+    def ask(
+        self, name: str, value: Any = None, shape: Any = Any, *, timeout: Duration | None = None, key: str | None = None
+    ) -> Any:
+        """Send a message and return the reply of its handler; raises as `Run.ask` does."""
+        return self._portal.call(self._run.ask(name, value, shape, timeout=timeout, key=key))
+
+    @overload
+    def get(self, name: str, shape: type[T], *, wait: Duration) -> T: ...
+    @overload
+    def get(self, name: str, shape: type[T], *, wait: None = None) -> T | None: ...
+    @overload
+    def get(self, name: str, shape: Any = Any, *, wait: Duration | None = None) -> Any: ...
+    def get(self, name: str, shape: Any = Any, *, wait: Duration | None = None) -> Any:
+        """Return the fact of this name; with `wait`, wait for its first value."""
+        return self._portal.call(self._run.get(name, shape, wait=wait))
+
+    @overload
+    def watch(self, name: str, shape: type[T]) -> Iterator[T]: ...
+    @overload
+    def watch(self, name: str, shape: Any = Any) -> Iterator[Any]: ...
+    def watch(self, name: str, shape: Any = Any) -> Iterator[Any]:
+        """Iterate over the values of a fact, until the run ends."""
+        yield from _iterate(self._run.watch(name, shape), self._portal)
+
     def vote(self, link: str, value: Any = True, *, by: str = "") -> bool:
         """Answer an approval of this run with one of its links; False if that link has voted before."""
         return self._portal.call(self._run.vote(link, value, by=by))
@@ -118,12 +121,28 @@ class SyncRun(Generic[R]):
 
     def stream(self, name: str, *, after: str | None = None) -> Iterator[OutputFrame | Reset]:
         """Iterate over what its handler writes to this output, until the run ends."""
-        frames = self._run.stream(name, after=after)
-        while True:
-            try:
-                yield self._portal.call(event_loop.next_item(frames))
-            except event_loop.IteratorExhausted:
-                return
+        yield from _iterate(self._run.stream(name, after=after), self._portal)
+
+
+class SyncRun(SyncRunMethods[R]):
+    """The blocking twin of `Run`."""
+
+    _run: Run[R]
+
+    @property
+    def id(self) -> str:
+        """The run's id."""
+        return self._run.id
+
+    @property
+    def task(self) -> str:
+        """The name of its task."""
+        return self._run.task
+
+    @property
+    def created(self) -> bool:
+        """False if the submit returned the run of an earlier submit with the same key."""
+        return self._run.created
 
     def __repr__(self) -> str:
         return repr(self._run)
@@ -150,186 +169,19 @@ class SyncSubmitter(Generic[P, R]):
         portal = self._portal()
         return [SyncRun(run, portal) for run in portal.call(self._submitter.submit_many(inputs))]
 
+    def at(self, key: str) -> SyncKeyed[P, R]:
+        """Return the run that has a key of this task now."""
+        return self._submitter.task.at(key).sync
+
+    def find(self, key: str) -> SyncRun[R] | None:
+        """Return the run that has a key of this task; None without."""
+        portal = self._portal()
+        found = portal.call(self._submitter.task.find(key))
+        return None if found is None else SyncRun(found, portal)
+
     def run(self, run_id: str) -> SyncRun[R]:
         """Return the handle of a run of this task that was submitted earlier, by its id."""
         return SyncRun(self._submitter.task.run(run_id), self._portal())
-
-
-class SyncOutput:
-    """The blocking twin of `Output`."""
-
-    def __init__(self, output: Output, portal: Portal) -> None:
-        self._output = output
-        self._portal = portal
-
-    def write(self, piece: str | bytes | dict[str, Any] | Sequence[Any]) -> None:
-        """Write a piece; refused for a worker that has lost its lease."""
-        self._portal.call(self._output.write(piece))
-
-    def text(self) -> str:
-        """Return everything written so far."""
-        return self._output.text()
-
-
-class SyncApproval(Generic[V]):
-    """The blocking twin of `Approval`."""
-
-    def __init__(self, approval: Approval[V], portal: Portal) -> None:
-        self._approval = approval
-        self._portal = portal
-
-    @property
-    def links(self) -> list[str]:
-        """One signed link per approver."""
-        return self._approval.links
-
-    def votes(self) -> Votes[V]:
-        """Wait for the votes; this frees the thread meanwhile."""
-        return self._portal.call(_as_coroutine(self._approval))
-
-
-class SyncContext:
-    """The blocking twin of `Context`, with the same steps, gates and lease."""
-
-    def __init__(self, context: Context, portal: Portal) -> None:
-        self._context = context
-        self._portal = portal
-
-    @overload
-    def step(
-        self,
-        function: Callable[..., Awaitable[T]],
-        /,
-        *args: Any,
-        name: str | None = None,
-        key: str | None = None,
-        **kwargs: Any,
-    ) -> T: ...
-    @overload
-    def step(
-        self, function: Callable[..., T], /, *args: Any, name: str | None = None, key: str | None = None, **kwargs: Any
-    ) -> T: ...
-    def step(
-        self,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        name: str | None = None,
-        key: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a function once and record its result; a plain function runs in this thread."""
-        context = self._context
-        step = self._portal.call(context.find_step(function, args, kwargs, name, key))
-        if not step.is_recorded:
-            self._portal.call(context.reach_fault_point(step.fault_point, "before_effect"))
-            with in_step(step.name, step.occurrence):
-                value = step_function(function, context)(*args, **kwargs)
-                if inspect.isawaitable(value):
-                    value = self._portal.call(_as_coroutine(value))
-            step = self._portal.call(context.record_step_result(step, value))
-        return step.result()
-
-    def sleep(self, length: Duration) -> None:
-        """Wait for a length of time; this frees the thread meanwhile."""
-        self._portal.call(self._context.sleep(length))
-
-    @overload
-    def receive(self, name: str, shape: type[T]) -> T: ...
-    @overload
-    def receive(self, name: str, shape: type[T], *, timeout: Duration | None) -> T | None: ...
-    @overload
-    def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any: ...
-    def receive(self, name: str, shape: Any = Any, *, timeout: Duration | None = None) -> Any:
-        """Return the next message of this name; None if none arrives in time."""
-        return self._portal.call(self._context.receive(name, shape, timeout=timeout))
-
-    def approval(
-        self,
-        name: str,
-        shape: type[V],
-        *,
-        need: int = 1,
-        approvers: int | None = None,
-        distinct: bool = True,
-        expires: Duration | None = None,
-        show: dict[str, Any] | None = None,
-    ) -> SyncApproval[V]:
-        """Ask people for a decision; `votes()` waits for their answers."""
-        opening = self._context.approval(
-            name, shape, need=need, approvers=approvers, distinct=distinct, expires=expires, show=show
-        )
-        return SyncApproval(self._portal.call(opening), self._portal)
-
-    @overload
-    def spawn(self, call: Call[T]) -> SyncRun[T]: ...
-    @overload
-    def spawn(self, call: Task[P, T], *args: P.args, **kwargs: P.kwargs) -> SyncRun[T]: ...
-    def spawn(self, call: Any, *args: Any, **kwargs: Any) -> SyncRun[Any]:
-        """Submit a child run."""
-        return SyncRun(self._portal.call(self._context.spawn(call, *args, **kwargs)), self._portal)
-
-    @overload
-    def gather(self, first: Iterable[Call[T]], /, *, join: AllOf = ALL) -> list[T]: ...
-    @overload
-    def gather(self, first: Iterable[Call[T]], /, *, join: Join) -> list[T | None]: ...
-    @overload
-    def gather(self, first: Call[T], /, *others: Call[T], join: AllOf = ALL) -> list[T]: ...
-    @overload
-    def gather(self, first: Call[T], /, *others: Call[T], join: Join) -> list[T | None]: ...
-    @overload
-    def gather(self, first: Callable[[], T], /, *others: Callable[[], T]) -> list[T]: ...
-    @overload
-    def gather(self, first: Callable[[], Any], /, *others: Callable[[], Any]) -> list[Any]: ...
-    def gather(self, *members: Any, join: Join = ALL) -> list[Any]:
-        """Wait for several things concurrently: children given as calls, or functions of no arguments in threads."""
-        from flowfabric.sdk.task import child_calls
-
-        calls = child_calls(members)
-        if calls is not None:
-            return self._portal.call(self._context.gather(calls, join=join))
-        return self._portal.call(self._context.gather(*(_run_in_thread(branch) for branch in members)))
-
-    def race(self, *calls: Call[T]) -> T:
-        """Return the result of the first child that succeeds; the others are cancelled."""
-        return self._portal.call(self._context.race(*calls))
-
-    def now(self) -> int:
-        """Return the time in milliseconds since the epoch, recorded on first use: the same on every attempt."""
-        return self._portal.call(self._context.now())
-
-    def uuid(self) -> uuid.UUID:
-        """Return a new unique id that is the same on every attempt."""
-        return self._context.uuid()
-
-    @property
-    def random(self) -> random.Random:
-        """A `random.Random` that yields the same numbers in the same order on every attempt."""
-        return self._context.random
-
-    def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
-        """Report progress: a JSON merge patch on the previous report, a message, or a percentage."""
-        self._portal.call(self._context.progress(patch, pct=pct))
-
-    def spend(self, budget: Budget, **amounts: int | float) -> None:
-        """Count amounts against a budget, exactly once however often the run is retried."""
-        self._portal.call(self._context.spend(budget, **amounts))
-
-    @contextmanager
-    def reserve(self, budget: Budget, *, lasts: Duration = "1h", **amounts: int | float) -> Iterator[Reservation]:
-        """Reserve capacity while the block runs."""
-        manager = self._context.reserve(budget, lasts=lasts, **amounts)
-        reservation = self._portal.call(manager.__aenter__())
-        try:
-            yield reservation
-        except BaseException as error:
-            self._portal.call(manager.__aexit__(type(error), error, error.__traceback__))
-            raise
-        self._portal.call(manager.__aexit__(None, None, None))
-
-    def stream(self, name: str) -> SyncOutput:
-        """Return the attempt's output of this name."""
-        return SyncOutput(self._context.stream(name), self._portal)
 
 
 class SyncFlow:
@@ -402,11 +254,9 @@ class SyncFabric:
         self.close()
 
 
-async def _as_coroutine(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
-async def _run_in_thread(branch: Callable[[], T]) -> T:
-    """Run a branch of a plain function in a thread, with the context variables of its branch."""
-    variables = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_branches, lambda: variables.run(branch))
+def _iterate(items: AsyncIterator[T], portal: Portal) -> Iterator[T]:
+    while True:
+        try:
+            yield portal.call(event_loop.next_item(items))
+        except event_loop.IteratorExhausted:
+            return

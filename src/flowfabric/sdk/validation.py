@@ -50,7 +50,8 @@ def validate_name(value: object) -> str:
 
 def validate_each(name: str, kind: type[T], value: object, example: str) -> tuple[T, ...]:
     """Return the items of a list as a tuple; refuse a single item, or a `str` in place of a list."""
-    if isinstance(value, str | bytes | Mapping | kind) or not isinstance(value, Iterable):
+    is_item = kind is not object and isinstance(value, kind)
+    if is_item or isinstance(value, str | bytes | Mapping | type) or not isinstance(value, Iterable):
         raise InvalidInput(f"{name}: {value!r} is not a list; write {name}={example}")
     items = tuple(value)
     for item in items:

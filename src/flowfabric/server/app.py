@@ -15,11 +15,20 @@ from json import dumps
 from time import perf_counter
 from typing import Any
 
+import msgspec
+
 from flowfabric import errors
 from flowfabric.api.encoding import HolderRequest
 from flowfabric.engine.engine import Engine
 from flowfabric.server import logging, openapi, request_body, tracing
-from flowfabric.server.auth import (
+from flowfabric.server.content_encoding import encode_response
+from flowfabric.server.errors import HttpError, Problem, error_details, status_and_problem
+from flowfabric.server.idempotency import IdempotencyCache, cache_key, content_digest
+from flowfabric.server.metrics import HttpMetrics
+from flowfabric.server.request import JSON, Request, encode, path_execution_id, path_uuid, to_response
+from flowfabric.server.routes import ROUTE_GROUPS
+from flowfabric.server.routing import Resource, Response, Route, Router, StreamingResponse, Subject
+from flowfabric.server.security.auth import (
     ANONYMOUS,
     ROOT_PRINCIPAL,
     UNAUTHENTICATED_MESSAGE,
@@ -29,15 +38,15 @@ from flowfabric.server.auth import (
     RateLimiter,
     rate_limit_address,
 )
-from flowfabric.server.errors import HttpError, Problem, error_details, status_and_problem
-from flowfabric.server.handle_signer import HandleSigner
-from flowfabric.server.idempotency import IdempotencyCache, cache_key, content_digest
-from flowfabric.server.metrics import HttpMetrics
-from flowfabric.server.origin_policy import Cors, HostFilter
-from flowfabric.server.request import JSON, Request, encode, path_execution_id, path_uuid
-from flowfabric.server.routes import ROUTE_GROUPS
-from flowfabric.server.routing import Resource, Response, Route, Router, StreamingResponse, Subject
-from flowfabric.server.settings import ServerSettings
+from flowfabric.server.security.console_session import (
+    LOGIN_ATTEMPTS,
+    LOGIN_ATTEMPTS_PER_S,
+    is_read_by_console,
+    session_cookie,
+)
+from flowfabric.server.security.handle_signer import HandleSigner
+from flowfabric.server.security.origin_policy import Cors, HostFilter
+from flowfabric.server.settings import Redact, ServerSettings
 
 AsgiScope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -51,34 +60,40 @@ REAUTHENTICATE_S = 10.0  # plus TOKEN_CACHE_S, well below the documented 15 s
 ROUTE_NOT_FOUND = errors.NotFound("route")
 
 
-def create_app(engine: Engine, settings: ServerSettings | None = None) -> App:
-    """Create the server of an engine as an ASGI application. The caller closes the engine."""
-    return App(engine, settings or ServerSettings())
+def create_app(engine: Engine, settings: ServerSettings | None = None, *, redact: Redact | None = None) -> App:
+    """Create the server of an engine as an ASGI application. The caller closes the engine.
+
+    `redact` gets the kind of a payload (`input`, `result`, …) and its bytes, and returns what the console shows.
+    """
+    return App(engine, settings or ServerSettings(), redact)
 
 
 class App:
     """The server as an ASGI application."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, redact: Redact | None = None) -> None:
         self.engine = engine
         self.settings = settings
-        self.router = Router(*ROUTE_GROUPS)
+        self.redact = redact
+        from flowfabric.console import routes as console  # which imports modules of this package
+
+        pages = (console.page_routes,) if settings.serve_console else ()
+        self.router = Router(*ROUTE_GROUPS, console.static_routes, *pages)
         self.http_metrics = HttpMetrics()
         self.closing = asyncio.Event()
         self.on_closing: set[Callable[[], None]] = set()
-        self.schema_too_new: errors.SchemaTooNew | None = (
-            None  # set once the store has a newer schema: every request fails
-        )
+        # Set once the store has a newer schema; every request fails from then on.
+        self.schema_too_new: errors.SchemaTooNew | None = None
         self.on_schema_too_new: Callable[[], None] = lambda: None
         self.rotation_lock = asyncio.Lock()
         self.idempotency = IdempotencyCache()
-        self.waiting_claims: dict[
-            tuple[str, str], set[Callable[[], None]]
-        ] = {}  # by principal name and worker instance
+        # Their key is the name of the principal and the worker instance.
+        self.waiting_claims: dict[tuple[str, str], set[Callable[[], None]]] = {}
         self.handle_signer = HandleSigner(engine, settings)
         self._rate = RateLimiter(settings.rate_limit)
         self.authenticator = Authenticator(settings, engine, self._rate)
         self.tracing: tracing.Tracing = tracing.make_tracing()
+        self.login_limiter = RateLimiter(LOGIN_ATTEMPTS_PER_S, burst=LOGIN_ATTEMPTS)
         self._feeds = FeedLimiter(settings.max_feeds)
         self._hosts = HostFilter(settings)
         self._cors = Cors(settings)
@@ -97,7 +112,16 @@ class App:
         return encode(openapi.build_document(self.router))
 
     async def authenticate(self, request: Request[Any]) -> None:
-        """Set the principal of a request; raise 401 without a valid token, 429 after too many failures."""
+        """Set the principal of a request; raise 401 without a valid token, 429 after too many failures.
+
+        The cookie of the console counts for reads by its own pages only; a write needs the header.
+        """
+        if is_read_by_console(request) and (secret := session_cookie(request)) is not None:
+            principal = await self.authenticator.authenticate_session(secret)
+            if principal is not None:
+                request.principal = principal
+                request.authenticated_at = asyncio.get_running_loop().time()
+                return
         request.principal = await self.authenticator.authenticate(
             request.headers.get(b"authorization"), request.client_address
         )
@@ -140,7 +164,17 @@ class App:
             await _send_response(send, preflight, request_id, method)
             return
         request: Request[Any] = Request(
-            self, params, scope["query_string"], headers, ANONYMOUS, request_id, receive, client_address
+            self,
+            params,
+            scope["query_string"],
+            headers,
+            ANONYMOUS,
+            request_id,
+            receive,
+            client_address,
+            method,
+            _path(scope).decode("latin-1"),
+            scope.get("root_path", ""),
         )
         route = None if resource is None else resource.route_for(method)
         template = "unknown" if resource is None else resource.template
@@ -154,6 +188,7 @@ class App:
             finally:
                 self._feeds.release(request.caller_key)
         else:
+            response = encode_response(method, headers, response)
             status = response.status
             await _send_response(send, response, request_id, method, cors_headers)
         if not bypasses_layers:
@@ -191,6 +226,9 @@ class App:
             body = b"" if refused.body is None else encode(refused.body)
             if route is not None and route.is_audited and refused.status != 401:
                 self._audit(request, route, f"refused: {refused.status}")
+            if route is not None and route.error_page is not None:
+                page = route.error_page(request, refused.status, str(refused))
+                return msgspec.structs.replace(page, headers=(*page.headers, *refused.headers.items()))
             error_headers = _error_headers(refused.client_error)
             return Response(refused.status, body, JSON if body else "", (*refused.headers.items(), *error_headers))
         except errors.FabricError as error:
@@ -225,7 +263,7 @@ class App:
             response = await self._open_feed(request, route)
         elif self._timeout_s is not None and not route.is_long_poll:
             async with asyncio.timeout(self._timeout_s):
-                response = await route.handler(request)
+                response = to_response(await route.handler(request), route)
         else:
             response = await self._run_long_poll(request, route)
         if route.is_audited:
@@ -235,7 +273,7 @@ class App:
     async def _run_long_poll(self, request: Request[Any], route: Route) -> Response | StreamingResponse:
         """Run a handler that may wait; raise 401 if the token became invalid meanwhile."""
         try:
-            response: Response | StreamingResponse = await route.handler(request)
+            response = to_response(await route.handler(request), route)
         except (HttpError, errors.FabricError):
             if request.rejection is not None:
                 raise request.rejection from None
@@ -249,7 +287,7 @@ class App:
         """Run a streaming handler within the feed limit of the caller; the end of the stream releases the slot."""
         self._feeds.acquire(request.caller_key)
         try:
-            response: Response | StreamingResponse = await route.handler(request)
+            response = to_response(await route.handler(request), route)
         except BaseException:
             self._feeds.release(request.caller_key)
             raise
@@ -275,6 +313,8 @@ class App:
             )
         wait_ms = getattr(error, "retry_after_ms", None)
         headers = (("retry-after", str(max(1, round(wait_ms / 1000)))),) if wait_ms else ()
+        if route is not None and route.error_page is not None:
+            return route.error_page(request, status, str(error) or problem.error)
         headers = (*headers, *_error_headers(error))
         return Response(status, encode(problem), JSON, headers)
 
@@ -303,7 +343,7 @@ async def _check_namespaces(request: Request[Any], route: Route) -> None:
 
 
 def _error_headers(error: errors.FabricError | None) -> tuple[tuple[str, str], ...]:
-    """Return the header by which a client tells an error of this server from one of a proxy."""
+    """Return the header by which a client recognises an error of this server, as opposed to one of a proxy."""
     return () if error is None else (("x-ff-error", _error_header_value(error)),)
 
 

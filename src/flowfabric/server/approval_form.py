@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any, Final
 
 import msgspec
+from markupsafe import Markup
 
 from flowfabric import json_limits
 from flowfabric.engine.types import resolve_reference
@@ -128,12 +129,21 @@ def _is_yes_or_no(node: FormNode) -> bool:
     return node.children is None and node.schema.get("type") == "boolean" and node.options == [True, False]
 
 
-def render_fields(schema: Schema) -> str:
-    """Render the fields of a schema; a yes/no question has buttons instead."""
+def render_fields(schema: Schema, values: Any = None) -> str:
+    """Render the fields of a schema, filled with a value; a yes/no question has buttons instead."""
     form = _build_form(schema)
     if _is_yes_or_no(form):
         return f"<p>{escape(form.label)}</p>\n"
-    return "".join(f"<label>{escape(node.label)}{_input(node)}</label>\n" for node in form.fields)
+    return "".join(
+        f"<label>{escape(node.label)}{_input(node, _value_at(values, node.name))}</label>\n" for node in form.fields
+    )
+
+
+def _value_at(values: Any, name: str) -> Any:
+    """Return the part of a value that a field shows; None if there is none."""
+    for key in name.split(".")[1:]:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
 
 
 def render_buttons(schema: Schema) -> str:
@@ -153,15 +163,15 @@ def render_prefix(schema: Schema) -> str:
     return DISABLED_SUBMIT if _is_yes_or_no(_build_form(schema)) else ""
 
 
-def _input(node: FormNode) -> str:
+def _input(node: FormNode, given: Any = None) -> str:
     schema, name = node.schema, escape(node.name, quote=True)
     required = "" if node.is_optional else " required"
-    default = schema.get("default")
+    default = schema.get("default") if given is None else given
     if node.options is not None:
         # An empty option comes first, so that nothing is preselected.
-        empty_label = escape(f"({_option_text(default)})" if "default" in schema else "")
+        empty_label = escape(f"({_option_text(schema['default'])})" if "default" in schema else "")
         options = "".join(
-            f'<option value="{index}">{escape(_option_text(option))}</option>'
+            f'<option value="{index}"{_selected(option, given)}>{escape(_option_text(option))}</option>'
             for index, option in enumerate(node.options)
         )
         return f'<select name="{name}"{required}><option value="">{empty_label}</option>{options}</select>'
@@ -172,12 +182,25 @@ def _input(node: FormNode) -> str:
             return f'<input type="number" step="1" name="{name}"{_bounds(schema)}{value}{required}>'
         case "number":
             return f'<input type="number" step="any" name="{name}"{_bounds(schema)}{value}{required}>'
+        case "string" if isinstance(given, str) and "\n" in given:
+            return f'<textarea name="{name}" rows="4"{required}>\n{escape(given)}</textarea>'
         case "string":
             length = schema.get("maxLength")
             max_length = f' maxlength="{length}"' if isinstance(length, int) and not isinstance(length, bool) else ""
             return f'<input type="text" name="{name}"{max_length}{value}{required}>'
         case _:
-            return f'<textarea name="{name}" rows="4" placeholder="JSON"{required}></textarea>'
+            text = "" if given is None else escape(json_text(given))
+            return f'<textarea name="{name}" rows="4" placeholder="JSON"{required}>{text}</textarea>'
+
+
+def json_text(value: Any) -> str:
+    """Return a value as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def _selected(option: Any, given: Any) -> str:
+    is_given = given is not None and type(option) is type(given) and option == given
+    return " selected" if is_given else ""
 
 
 def _bounds(schema: Schema) -> str:
@@ -207,6 +230,29 @@ def _option_text(option: Any) -> str:
 def parse_form(fields: Mapping[str, str], schema: Schema) -> Any:
     """Parse a submitted form; InvalidFormInput names the invalid field."""
     return _parse_node(fields, _build_form(schema))
+
+
+def can_show(schema: Schema, value: Any) -> bool:
+    """True if the form of a schema, filled with this value and sent unchanged, returns all of the value."""
+    form = _build_form(schema)
+    fields = {node.name: _field_text(node, _value_at(value, node.name)) for node in form.fields}
+    try:
+        parsed = _parse_node(fields, form)
+    except InvalidFormInput:
+        return False
+    return bool(parsed | value == parsed) if isinstance(parsed, dict) and isinstance(value, dict) else parsed == value
+
+
+def _field_text(node: FormNode, value: Any) -> str:
+    if value is None:
+        return ""
+    if node.options is not None:
+        return next((str(index) for index, option in enumerate(node.options) if _selected(option, value)), "")
+    match node.schema.get("type"):
+        case "integer" | "number" | "string":
+            return str(value)
+        case _:
+            return json_text(value)
 
 
 def _parse_node(fields: Mapping[str, str], node: FormNode) -> Any:
@@ -258,12 +304,24 @@ def _finite(text: str) -> float:
     return number
 
 
-def render_facts(facts: Any) -> str:
-    """Render the facts of the question as a list."""
-    if not isinstance(facts, dict) or not facts:
-        return ""
-    rows = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_fact_text(value))}</dd>" for key, value in facts.items())
-    return f"<dl>{rows}</dl>\n"
+class RenderedForm(msgspec.Struct, frozen=True):
+    """The parts of a form as markup."""
+
+    prefix: Markup
+    fields: Markup
+    buttons: Markup
+
+
+def render_form(schema: Schema, values: Any = None) -> RenderedForm:
+    """Render the parts of the form of a schema, filled with a value; every foreign text in them is escaped."""
+    return RenderedForm(
+        Markup(render_prefix(schema)), Markup(render_fields(schema, values)), Markup(render_buttons(schema))
+    )
+
+
+def fact_texts(facts: Any) -> list[tuple[str, str]]:
+    """Return the facts of the question as names and texts; nothing if they are no object."""
+    return [(str(key), _fact_text(value)) for key, value in facts.items()] if isinstance(facts, dict) else []
 
 
 def _fact_text(value: Any) -> str:

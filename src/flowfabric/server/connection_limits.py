@@ -1,8 +1,9 @@
 """Limits on connections: time and size of a request head, and the number of connections.
 
 uvicorn limits neither time nor size: a silent connection, or one that never finishes its headers, would stay open for
-ever. Its connection limit refuses requests on all connections once there are too many. Here the first ones go on; later
-ones are answered 503 and closed, and beyond MAX_REFUSED_CONNECTIONS more they are closed without a response.
+ever. Its connection limit refuses requests on all connections once there are too many. Here the first ones continue;
+later ones are answered 503 and closed, and beyond MAX_REFUSED_CONNECTIONS more they are closed without a response.
+A connection that was accepted just before the server stopped to listen is closed, too: uvicorn would wait for it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     head_timeout_s = HEAD_TIMEOUT_S
     max_connections = 0
+    closing: asyncio.Event
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.closing.is_set():
+            transport.close()
+            return
         self._start_head_timer()
         if self.max_connections and len(self.connections) > self.max_connections:
             self.app = refuse_connection
@@ -82,6 +87,6 @@ async def refuse_connection(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def protocol_class(max_connections: int) -> type[BoundedProtocol]:
-    """Return the protocol class of one server; 0 is no limit of connections."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"max_connections": max_connections})
+def protocol_class(max_connections: int, closing: asyncio.Event) -> type[BoundedProtocol]:
+    """Return the protocol class of one server that shuts down when `closing` is set; 0 is no limit of connections."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"max_connections": max_connections, "closing": closing})

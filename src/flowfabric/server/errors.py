@@ -29,12 +29,19 @@ class OversizeProblem(msgspec.Struct, frozen=True):
 
 
 class HttpError(Exception):
-    """An error response that no engine error causes."""
+    """An error response that no engine error causes. `detail` says more to clients that read the error header."""
 
     def __init__(
-        self, status: int, error: str = "", *, kind: str | None = None, retryable: bool | None = None, **headers: str
+        self,
+        status: int,
+        error: str = "",
+        *,
+        kind: str | None = None,
+        retryable: bool | None = None,
+        detail: str = "",
+        **headers: str,
     ) -> None:
-        super().__init__(error)
+        super().__init__(detail or error)
         self.status = status
         self.body: Problem | OversizeProblem | None = Problem(error, kind, retryable) if error else None
         self.headers = headers

@@ -17,7 +17,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.server import logging
 from flowfabric.server.app import App, create_app
 from flowfabric.server.connection_limits import protocol_class
-from flowfabric.server.handle_signer import seed_signing_key as seed_signing_key
+from flowfabric.server.security.handle_signer import seed_signing_key as seed_signing_key
 from flowfabric.server.settings import ConfigError, ServerSettings
 
 KEEP_ALIVE_S = 75
@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 date_header=True,
-                http=protocol_class(settings.max_connections),
+                http=protocol_class(settings.max_connections, app.closing),
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=grace_s,
                 ws="none",
@@ -133,7 +133,7 @@ async def serve(url: str, settings: ServerSettings) -> None:
     settings.check()
     async with engine_lifespan(url, settings) as engine:
         if settings.is_open:
-            logging.logger.warning("no FF_API_TOKEN is set: anybody who can reach this address may do anything")
+            logging.logger.warning("no FF_API_TOKEN is set: anyone who can reach this address may do anything")
         else:
             logging.logger.info("bearer tokens are required")
         server = Server(create_app(engine, settings))

@@ -1,11 +1,11 @@
-"""Metrics of the server and its engine in the text format of Prometheus."""
+"""Declares the metrics of the server and its engine, and renders them in the text format of Prometheus."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flowfabric.engine.metrics.registry import BUCKETS_S, Histogram, Labels, Metrics
+from flowfabric.engine.metrics.recorder import BUCKETS_S, Histogram, Labels, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -21,9 +21,14 @@ METRIC_CATALOG = {
     "ff_claim_from_grant_duration_seconds": (HISTOGRAM, "Duration of claims by a worker."),
     "ff_lease_renewal_total": (COUNTER, "Lease renewals."),
     "ff_attempt_outcome_total": (COUNTER, "Ended attempts, by lane and outcome."),
+    "ff_schedule_instants_total": (COUNTER, "Instants of schedules that were decided, by outcome."),
     "ff_worker_at_capacity_total": (
         COUNTER,
         "Claims that a worker of this process did not make because it had no free slot.",
+    ),
+    "ff_lease_expired_before_start_total": (
+        COUNTER,
+        "Claimed executions that a worker of this process did not begin because their lease had expired.",
     ),
     "ff_budget_hit_total": (COUNTER, "Claims blocked by a budget."),
     "ff_quota_hit_total": (COUNTER, "Claims blocked by a quota."),
@@ -37,6 +42,7 @@ METRIC_CATALOG = {
     "ff_queue_depth": (GAUGE, "Waiting executions, by lane and state."),
     "ff_active_executions": (GAUGE, "Active executions, including those with an expired lease."),
     "ff_suspended_executions": (GAUGE, "Suspended executions."),
+    "ff_held_runs": (GAUGE, "Executions that wait for other code, by task."),
     "ff_execution_e2e_duration_seconds": (HISTOGRAM, "Time from the submit of an execution to its end."),
     "ff_errors_total": (COUNTER, "Errors, by kind."),
     "ff_workers": (GAUGE, "Live workers, by lane; a worker that serves several lanes is counted in each."),
@@ -44,6 +50,7 @@ METRIC_CATALOG = {
 }
 UNLABELLED = (  # without labels: exposed as 0 before the first event
     "ff_worker_at_capacity_total",
+    "ff_lease_expired_before_start_total",
     "ff_shutdown_timeout_total",
     "ff_pending_waitpoint_legacy_token_served_total",
 )

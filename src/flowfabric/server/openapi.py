@@ -41,7 +41,8 @@ PATH_PARAM_SCHEMAS = {
 
 def build_document(router: Router) -> dict[str, Any]:
     """Build the OpenAPI document of a router."""
-    routes = [(group, route) for group in router.groups for route in group.entries]
+    groups = [group for group in router.groups if group.is_documented]
+    routes = [(group, route) for group in groups for route in group.entries]
     schemas = _Schemas([route for _, route in routes])
     paths: dict[str, Any] = {}
     for group, route in routes:
@@ -57,7 +58,7 @@ def build_document(router: Router) -> dict[str, Any]:
             ),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "tags": [{"name": group.tag} for group in router.groups],
+        "tags": [{"name": group.tag} for group in groups],
         "paths": paths,
         "components": {
             "schemas": schemas.components,

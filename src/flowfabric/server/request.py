@@ -14,11 +14,11 @@ from flowfabric import errors, ids
 from flowfabric.api.encoding import variant_name
 from flowfabric.engine.engine import Engine
 from flowfabric.handles import Handle
-from flowfabric.model.api_token import ApiScope
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE
-from flowfabric.server.auth import ANONYMOUS, Principal
+from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 from flowfabric.server.errors import HttpError, bad_request, not_found
-from flowfabric.server.routing import Response
+from flowfabric.server.routing import Response, Route, StreamingResponse
+from flowfabric.server.security.auth import ANONYMOUS, Principal
 
 if TYPE_CHECKING:
     from flowfabric.server.app import App
@@ -29,6 +29,7 @@ Receive = Callable[[], Awaitable[Any]]
 
 JSON = "application/json"
 MAX_QUERY_PARAMS = 100
+MAX_INTEGER = 2**63 - 1  # positions of a feed need all of it
 encode = msgspec.json.Encoder().encode
 
 
@@ -46,6 +47,9 @@ class Request(Generic[B]):
         "handle",
         "headers",
         "is_abandoned",
+        "method",
+        "mount_path",
+        "path",
         "path_params",
         "principal",
         "receive",
@@ -64,6 +68,9 @@ class Request(Generic[B]):
         request_id: str,
         receive: Receive,
         client_address: str = "",
+        method: str = "GET",
+        path: str = "",
+        mount_path: str = "",
     ) -> None:
         self.app = app
         self.path_params = path_params
@@ -71,8 +78,11 @@ class Request(Generic[B]):
         self.principal = principal
         self.request_id = request_id
         self.receive = receive
-        self.execution_namespace: str | None = None  # of the last execution that a bound token got access to
+        self.execution_namespace: str | None = None  # namespace of the last execution that a bound token got access to
         self.client_address = client_address
+        self.method = method
+        self.path = path  # path below the mount point
+        self.mount_path = mount_path  # where this application is mounted in another one; empty at the root
         self.required_scope: ApiScope | None = None  # the scope of the route
         self.authenticated_at = 0.0  # event loop time of the last token check
         self.rejection: Exception | None = None  # why the token is no longer valid, or could not be checked
@@ -98,6 +108,11 @@ class Request(Generic[B]):
         """The flow id in the path; raises 400 if it is malformed."""
         return path_uuid("flow_id", self.path_params[0])
 
+    @property
+    def budget_id(self) -> str:
+        """The budget id in the path; raises 400 if it is malformed."""
+        return path_uuid("budget_id", self.path_params[0])
+
     # -- the query ------------------------------------------------------------------------------------------------
 
     def query_param(self, name: str) -> str | None:
@@ -110,6 +125,12 @@ class Request(Generic[B]):
                 raise bad_request(f"query: more than {MAX_QUERY_PARAMS} parameters") from None
         return self._query.get(name)
 
+    @property
+    def query(self) -> dict[str, str]:
+        """All query parameters; the last of a repeated name."""
+        self.query_param("")
+        return self._query or {}
+
     def int_param(self, name: str, default: int | None = None) -> int:
         """Return a query parameter that is a non-negative integer; raise 400 otherwise."""
         text = self.query_param(name)
@@ -117,9 +138,19 @@ class Request(Generic[B]):
             if default is None:
                 raise bad_request(f"{name}: missing")
             return default
-        if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        if not text.isascii() or not text.isdecimal() or len(text) > 19 or int(text) > MAX_INTEGER:
             raise bad_request(f"{name}: {text[:40]!r} is not a whole number")
         return int(text)
+
+    @property
+    def cursor(self) -> str | None:
+        """The cursor in the query; None for the first page."""
+        return self.query_param("cursor") or None
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of `resolve_namespace` for the one that the query names, if any."""
+        return self.resolve_namespace(self.query_param("namespace"))
 
     # -- the caller -------------------------------------------------------------------------------------------------
 
@@ -133,6 +164,18 @@ class Request(Generic[B]):
         if not self.principal.can_see(namespace):
             raise HttpError(403, f"token is not good for namespace {namespace}", kind="forbidden", retryable=False)
 
+    def visible_namespaces(self) -> tuple[str | None, list[str] | None]:
+        """Return the namespace that the query names, which the token must be good for, and those of the token."""
+        namespace = self.query_param("namespace")
+        if namespace is not None:
+            self.require_namespace(namespace)
+        return namespace, self.bound_namespaces()
+
+    def bound_namespaces(self) -> list[str] | None:
+        """Return the namespaces that the token is bound to; None for all."""
+        namespaces = self.principal.namespaces
+        return None if namespaces is None else sorted(namespaces)
+
     def resolve_namespace(self, given: str | None = None) -> str:
         """Return the namespace of a budget or quota: the given one, else the only one of the token, else `default`."""
         namespaces = self.principal.namespaces
@@ -143,7 +186,7 @@ class Request(Generic[B]):
 
     @property
     def may_use_shared_budgets(self) -> bool:
-        """True if budgets of the default namespace may stand in for those missing in the execution's own."""
+        """True if budgets of the default namespace may replace those missing in the execution's own."""
         return self.principal.namespaces is None
 
     async def require_execution_access(self, execution_id: str) -> None:
@@ -245,6 +288,15 @@ def check_same_id(field: str, path: str, body: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Responses
+
+
+def to_response(answer: Any, route: Route) -> Response | StreamingResponse:
+    """Build the response for what a handler returns: a response, or an answer of a type that its route declares."""
+    if isinstance(answer, Response | StreamingResponse):
+        return answer
+    if route.variants:
+        return variant_response(answer, route.variants[variant_name(type(answer))])
+    return json_response(answer)
 
 
 def json_response(value: Any, status: int = 200, *headers: tuple[str, str]) -> Response:

@@ -44,7 +44,7 @@ async def read_body(request: Request[Any], route: Route) -> bytes:
 
 
 def decode_body(request: Request[Any], route: Route, body: bytes) -> Any:
-    """Decode the body; raise 400 if it is malformed, 422 if it does not fit the schema."""
+    """Decode the body; raise 400 if it is malformed, 422 if it does not fit the schema, and say where."""
     if route.decoder is None:
         return body
     is_octets = _is_octets(request, route)
@@ -52,12 +52,21 @@ def decode_body(request: Request[Any], route: Route, body: bytes) -> Any:
     try:
         json_limits.check_numbers(fields if is_octets else body)
         return _decode_octets(body, fields, route) if is_octets else route.decoder.decode(body)
-    except msgspec.ValidationError:
-        raise (HttpError(422, _UNPROCESSABLE) if is_octets or _is_json(body) else HttpError(400, _MALFORMED)) from None
+    except msgspec.ValidationError as fault:
+        if is_octets or _is_json(body):
+            raise HttpError(422, _UNPROCESSABLE, detail=_misfit(fault)) from None
+        raise HttpError(400, _MALFORMED) from None
     except json_limits.NumberTooLong as fault:
         raise HttpError(400, f"invalid JSON: {fault}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise HttpError(400, _MALFORMED) from None
+
+
+def _misfit(fault: msgspec.ValidationError) -> str:
+    """Return where and why a body does not fit, as in `spec.overlap: invalid enum value 'often'`."""
+    why, _, place = str(fault).partition(" - at `$")
+    why = why[:1].lower() + why[1:]
+    return f"{place.strip('.`')}: {why}" if place else why
 
 
 def _content_type(request: Request[Any]) -> bytes:

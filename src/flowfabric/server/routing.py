@@ -6,7 +6,7 @@ OpenAPI document is built from them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,8 +14,8 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from flowfabric.api.encoding import variant_name
-from flowfabric.model.api_token import ApiScope
+from flowfabric.api.encoding import MAX_WAIT_MS, variant_name
+from flowfabric.model.security.api_token import ApiScope
 
 if TYPE_CHECKING:
     from flowfabric.server.request import Request
@@ -65,6 +65,10 @@ class QueryParam(msgspec.Struct, frozen=True):
 
 CURSOR_PARAM = QueryParam("cursor", {"type": "string"})
 LIMIT_PARAM = QueryParam("limit", {"type": "integer", "minimum": 0})
+PAGE_PARAMS = (CURSOR_PARAM, LIMIT_PARAM)
+POSITIVE_LIMIT_PARAM = QueryParam("limit", {"type": "integer", "minimum": 1})
+PARTITION_PARAM = QueryParam("partition", {"type": "integer", "minimum": 0, "maximum": 65_535}, required=True)
+WAIT_MS_PARAM = QueryParam("wait_ms", {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS})
 NAMESPACE_PARAM = QueryParam("namespace", {"type": "string"})
 
 
@@ -79,8 +83,9 @@ def one_of(*types: Any, **named: Any) -> VariantSchema:
     return VariantSchema((*((variant_name(each), each) for each in types), *named.items()))
 
 
-Handler = Callable[["Request[Any]"], Awaitable[Response | StreamingResponse]]
+Handler = Callable[["Request[Any]"], Awaitable[Any]]  # a response, or an answer of a type that its route declares
 H = TypeVar("H", bound=Handler)
+ErrorPage = Callable[["Request[Any]", int, str], Response]
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +104,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     is_audited: bool  # written to the audit log
     error_statuses: frozenset[int]
     decoder: Any = None
+    variants: Mapping[str, int]  # the status of each declared variant, by name; empty if a response has no variants
+    error_page: ErrorPage | None = None  # renders errors for people; None: they are JSON
 
     @property
     def name(self) -> str:
@@ -133,11 +140,19 @@ def _find_octets_field(body: Any) -> str | None:
 
 
 class RouteGroup:
-    """The routes of one module, under one tag."""
+    """The routes of one module, under one tag. The defaults are options of each route that does not name its own."""
 
-    def __init__(self, tag: str) -> None:
+    def __init__(self, tag: str, *, is_documented: bool = True, **defaults: Any) -> None:
         self.tag = tag
+        self.is_documented = is_documented  # False for pages, which are not part of the API
         self.entries: list[Route] = []
+        self._defaults = defaults
+
+    def with_defaults(self, **defaults: Any) -> RouteGroup:
+        """Return a view of this group that adds routes with further defaults."""
+        view = RouteGroup(self.tag, is_documented=self.is_documented, **(self._defaults | defaults))
+        view.entries = self.entries
+        return view
 
     def _add(
         self,
@@ -153,6 +168,7 @@ class RouteGroup:
         long: bool = False,
         audit: bool = False,
         refusals: tuple[int, ...] = (),
+        error_page: ErrorPage | None = None,
     ) -> Callable[[H], H]:
         def add(handler: H) -> H:
             self.entries.append(
@@ -169,7 +185,14 @@ class RouteGroup:
                     is_long_poll=long,
                     is_audited=audit,
                     error_statuses=frozenset(refusals),
+                    variants={
+                        name: status
+                        for status, kind in responses.items()
+                        if isinstance(kind, VariantSchema)
+                        for name, _ in kind.variants
+                    },
                     decoder=None if body is None or body is bytes else msgspec.json.Decoder(body),
+                    error_page=error_page,
                 )
             )
             return handler
@@ -177,16 +200,16 @@ class RouteGroup:
         return add
 
     def get(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
-        return self._add("GET", path, responses, **({"scope": ApiScope.READ} | options))
+        return self._add("GET", path, responses, **({"scope": ApiScope.READ} | self._defaults | options))
 
     def post(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
-        return self._add("POST", path, responses, **options)
+        return self._add("POST", path, responses, **(self._defaults | options))
 
     def put(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
-        return self._add("PUT", path, responses, **options)
+        return self._add("PUT", path, responses, **(self._defaults | options))
 
     def delete(self, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
-        return self._add("DELETE", path, responses, **options)
+        return self._add("DELETE", path, responses, **(self._defaults | options))
 
 
 class Resource:

@@ -16,6 +16,8 @@ from flowfabric.settings import FEED_RETENTION_MS, Secret, Settings, Sweeps
 
 T = TypeVar("T")
 
+Redact = Callable[[str, bytes], bytes]  # the kind of a payload and its bytes; returns what may be shown
+
 DEFAULT_ADDRESS = "127.0.0.1:9090"
 KEY_GRACE_MS = 24 * 60 * 60 * 1000
 _LEVELS = {"trace": "debug", "warn": "warning", "off": "critical"}
@@ -44,6 +46,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[str, ...] = ("default",)  # only validated: a lane exists from its first execution
     run_sweeps: bool = True
     serve_metrics: bool = True
+    serve_console: bool = True
+    hide_payloads: bool = False  # the console shows sizes instead of inputs, results and outputs
     request_timeout_ms: int = 0
     rate_limit: float = 0.0  # requests a second for each token, and for each address without one
     max_connections: int = 1000
@@ -90,6 +94,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         lanes=read.lanes("FF_LANES"),
         run_sweeps=not read.flag("FF_NO_SWEEPS"),
         serve_metrics=not read.flag("FF_NO_METRICS"),
+        serve_console=not read.flag("FF_NO_UI"),
+        hide_payloads=read.flag("FF_UI_HIDE_PAYLOADS"),
         request_timeout_ms=read.number("FF_REQUEST_TIMEOUT_MS", 0),
         rate_limit=read.value("FF_RATE_LIMIT", 0.0, _decimal),
         max_connections=read.number("FF_MAX_CONNECTIONS", 1000),
@@ -147,7 +153,7 @@ class _Environment:
     def choice(self, name: str, default: str, *others: str) -> str:
         def parse(text: str) -> str:
             if text not in (default, *others):
-                raise ValueError(f"{text!r} is none of {', '.join((default, *others))}")
+                raise ValueError(f"{text!r} is not one of {', '.join((default, *others))}")
             return text
 
         return self.value(name, default, parse)
@@ -176,7 +182,7 @@ class _Environment:
         if not origins:
             raise ConfigError(f"invalid value for {name}: no usable origin in it")
         for invalid in (one for one in values if one not in origins):
-            logger.warning("%s: %r is no origin and is passed over", name, invalid)
+            logger.warning("%s: %r is not an origin and is ignored", name, invalid)
         return origins
 
     def names(self, name: str) -> tuple[str, ...]:

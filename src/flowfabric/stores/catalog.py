@@ -12,8 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from flowfabric.model.api_token import ApiToken
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
+from flowfabric.model.bulk_operation import BulkOperation
 from flowfabric.model.deployment import Deployment, SweepLease
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
 from flowfabric.model.flow import (
@@ -28,14 +27,18 @@ from flowfabric.model.flow import (
     PendingMemberCancel,
     PendingSiblingCancel,
 )
-from flowfabric.model.gate import ChildCompletion, GateMemo, MailboxMessage, StepMemo
+from flowfabric.model.gate import ChildCancel, ChildCompletion, Fact, GateMemo, MailboxMessage, Reply, StepMemo
 from flowfabric.model.instant import Instant
+from flowfabric.model.limits.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.outbox import OutboxMessage
-from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
-from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.model.scheduling.lane import Lane
+from flowfabric.model.scheduling.schedule import Schedule
+from flowfabric.model.scheduling.worker import RegisteredWorker, WorkerEvent
+from flowfabric.model.security.api_token import ApiToken
+from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.model.stream import Frame, Stream, StreamSummary
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint
-from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -51,15 +54,16 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """An ordered index; it omits rows whose first column is null."""
+    """An ordered index; it omits rows whose first column is null, unless it is `whole`: a list of all rows uses it."""
 
     columns: tuple[str, ...]
+    whole: bool = False
 
 
 class HomeKind(Enum):
     """What a key column holds from which the home of a row follows (`homes.py`)."""
 
-    EXECUTION = "an execution id, which names its partition"
+    EXECUTION = "an execution id, or one like it, which names its partition"
     PARTITION = "the number of a flow partition"
     TAG = "the tag of a partition of any family"
     FLOW = "a flow id"
@@ -72,6 +76,7 @@ _HOME_COLUMNS = {
     "execution_id": HomeKind.EXECUTION,
     "downstream_execution_id": HomeKind.EXECUTION,
     "parent_id": HomeKind.EXECUTION,
+    "schedule_id": HomeKind.EXECUTION,
     "partition": HomeKind.PARTITION,
     "origin": HomeKind.TAG,
     "flow_id": HomeKind.FLOW,
@@ -122,8 +127,10 @@ def _table(
     *key: str,
     root: type[msgspec.Struct] | None = None,
     indexes: tuple[tuple[str, ...], ...] = (),
+    list_order: tuple[str, ...] | None = None,
 ) -> Table:
-    return Table(name, row, key, root or row, _columns(row), tuple(Index(columns) for columns in indexes))
+    ordered = () if list_order is None else (Index(list_order, whole=True),)
+    return Table(name, row, key, root or row, _columns(row), (*(Index(columns) for columns in indexes), *ordered))
 
 
 TABLES: tuple[Table, ...] = (
@@ -139,7 +146,9 @@ TABLES: tuple[Table, ...] = (
             ("deadline_at", "execution_id"),
             ("purge_at", "execution_id"),
             ("blocked_on", "rank", "execution_id"),
+            ("parent_id", "created_at", "execution_id"),
         ),
+        list_order=("created_at", "execution_id"),
     ),
     _table("ff_payload", Payload, "execution_id", root=Execution),
     _table("ff_result", Result, "execution_id", root=Execution),
@@ -147,10 +156,23 @@ TABLES: tuple[Table, ...] = (
     _table("ff_idempotency", IdempotencyKey, "partition", "digest", indexes=(("expires_at",),)),
     _table("ff_sweep", SweepLease, "sweep"),
     _table("ff_partition_config", Deployment, "deployment_id"),
+    _table("ff_lane", Lane, "lane_id"),
     _table("ff_api_token", ApiToken, "token_id"),
+    _table(
+        "ff_bulk_operation",
+        BulkOperation,
+        "operation_id",
+        indexes=(("due_at", "operation_id"),),
+        list_order=("created_at", "operation_id"),
+    ),
     _table("ff_keystore", Keystore, "keystore_id"),
     _table("ff_waitpoint_hmac", SigningKey, "keystore_id", "kid", root=Keystore),
-    _table("ff_suspension", Suspension, "execution_id", indexes=(("due_at", "execution_id"),)),
+    _table(
+        "ff_suspension",
+        Suspension,
+        "execution_id",
+        indexes=(("due_at", "execution_id"), ("asks_until", "execution_id")),
+    ),
     _table(
         "ff_waitpoint",
         Waitpoint,
@@ -163,8 +185,18 @@ TABLES: tuple[Table, ...] = (
     _table("ff_remembered", IdempotencyRecord, "execution_id", "scope", "digest", root=Suspension),
     _table("ff_gate", GateMemo, "execution_id", "gate", root=Suspension),
     _table("ff_mail", MailboxMessage, "execution_id", "mailbox", "seq", root=Suspension),
+    _table("ff_reply", Reply, "execution_id", "message_id", root=Suspension),
     _table("ff_child_end", ChildCompletion, "parent_id", "child_id", "life", root=Suspension, indexes=(("due_at",),)),
+    _table("ff_child_cancel", ChildCancel, "parent_id", indexes=(("due_at", "parent_id"),)),
+    _table(
+        "ff_schedule",
+        Schedule,
+        "schedule_id",
+        indexes=(("next_at", "schedule_id"),),
+        list_order=("name", "schedule_id"),
+    ),
     _table("ff_step", StepMemo, "execution_id", "name", "occurrence", root=Execution),
+    _table("ff_fact", Fact, "execution_id", "name"),
     _table("ff_stream", Stream, "execution_id", "attempt_index"),
     _table("ff_frame", Frame, "execution_id", "attempt_index", "page", "ms", "seq", root=Stream),
     _table("ff_stream_summary", StreamSummary, "execution_id", "attempt_index", root=Stream),
@@ -172,7 +204,12 @@ TABLES: tuple[Table, ...] = (
         "ff_flow_core",
         Flow,
         "flow_id",
-        indexes=(("partition", "flow_id"), ("project_at", "flow_id"), ("purge_check_at", "flow_id")),
+        indexes=(
+            ("partition", "flow_id"),
+            ("project_at", "flow_id"),
+            ("purge_check_at", "flow_id"),
+        ),
+        list_order=("created_at", "flow_id"),
     ),
     _table("ff_flow_member", FlowMember, "flow_id", "execution_id", root=Flow),
     _table(
@@ -217,9 +254,25 @@ TABLES: tuple[Table, ...] = (
         indexes=(("next_reset_at", "namespace", "budget_id"), ("lapse_at", "namespace", "budget_id")),
     ),
     _table("ff_budget_usage", BudgetDimension, "namespace", "budget_id", "dimension", root=Budget),
-    _table("ff_budget_usage_by_exec", BudgetSpend, "namespace", "budget_id", "execution_id", "dimension", root=Budget),
     _table(
-        "ff_budget_reservation", BudgetReservation, "namespace", "budget_id", "reservation_id", "dimension", root=Budget
+        "ff_budget_usage_by_exec",
+        BudgetSpend,
+        "namespace",
+        "budget_id",
+        "execution_id",
+        "dimension",
+        root=Budget,
+        indexes=(("execution_id",),),
+    ),
+    _table(
+        "ff_budget_reservation",
+        BudgetReservation,
+        "namespace",
+        "budget_id",
+        "reservation_id",
+        "dimension",
+        root=Budget,
+        indexes=(("execution_id",),),
     ),
     _table(
         "ff_budget_usage_dedup",
@@ -234,7 +287,14 @@ TABLES: tuple[Table, ...] = (
     _table("ff_quota_policy", QuotaPolicy, "namespace", "quota_policy_id"),
     _table("ff_quota_admitted", QuotaSlot, "namespace", "quota_policy_id", "execution_id", root=QuotaPolicy),
     _table(
-        "ff_quota_window", QuotaRequest, "namespace", "quota_policy_id", "dimension", "execution_id", root=QuotaPolicy
+        "ff_quota_window",
+        QuotaRequest,
+        "namespace",
+        "quota_policy_id",
+        "dimension",
+        "execution_id",
+        root=QuotaPolicy,
+        indexes=(("quota_policy_id", "namespace", "dimension", "admitted_at", "execution_id"), ("expires_at",)),
     ),
     _table("ff_worker_registry", RegisteredWorker, "namespace", "worker_instance_id", indexes=(("lapses_at",),)),
     _table(

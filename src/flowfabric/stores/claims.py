@@ -44,10 +44,15 @@ ROW_PARAMETERS = LeaseIds.__struct_fields__
 
 
 class ClaimedRows(msgspec.Struct, frozen=True, gc=False):
-    """The claimed rows after the claim, by position, each with its payload."""
+    """The claimed rows after the claim, by position, each with its payload.
+
+    `has_locked` says that there was work, but concurrent transactions had locked all of it. Some of it may be claimable
+    when they end, without a wakeup.
+    """
 
     now: int
     rows: list[tuple[Execution, Payload]]
+    has_locked: bool = False
 
 
 class CommitAndClaimResult(msgspec.Struct, frozen=True, gc=False):

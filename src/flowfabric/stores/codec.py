@@ -1,7 +1,7 @@
 """The row codec: converts rows to columns and back, for all stores that have columns.
 
-An enum is stored as the ordinal of its member, a queue as its id in the store's queue table, and `FromNow` as the
-instant that it stands for. Everything else is stored as it is.
+An enum is stored as the ordinal of its member, a queue as its id in the store's queue table, and `FromNow` as an
+instant. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -179,12 +179,12 @@ def refuse_queue(queue: QueueKey) -> int:
 CODEC: dict[type[msgspec.Struct], RowCodec] = {table.row: RowCodec(table) for table in TABLES}
 
 
-def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+def _key_reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda row: (get(row),)
 
 
-_KEY = {table.row: _key_of(table.key) for table in TABLES}
+READ_KEY = {table.row: _key_reader(table.key) for table in TABLES}  # the function that returns the key of a row
 
 
 # This is a hot path: `type(...) is` costs a tenth of `isinstance` here.
@@ -201,7 +201,7 @@ def target(write: Write) -> tuple[type[msgspec.Struct], tuple[Any, ...]]:
     if type(write) is Patch or type(write) is Delete:
         return write.row, write.key
     row: Any = write.row
-    return type(row), _KEY[type(row)](row)
+    return type(row), READ_KEY[type(row)](row)
 
 
 def expand_bulk_inserts(writes: Sequence[Write]) -> Sequence[RowWrite]:

@@ -6,7 +6,7 @@ its events share. An id without a partition, which only tests use, belongs to pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NewType, assert_never
 
 import msgspec
@@ -48,32 +48,32 @@ def home_of_event(event: Event, counts: PartitionCounts) -> HomeTag:
 
 def home_of_change(change: Change, counts: PartitionCounts) -> HomeTag:
     """Return the home of a change; raise `ValueError` if it has several. A change of nothing is at home anywhere."""
-    home, *others = set(_homes(change, counts)) or {GLOBAL_HOME}
-    if others or home is None:
-        found = ", ".join(sorted(str(home or "any partition") for home in (home, *others)))
+    homes = {home_of(guard.row, guard.key, counts) for guard in change.guards}
+    for write in change.writes:
+        if isinstance(write, BulkInsert):
+            homes |= _homes_of_bulk_insert(write, counts)
+        else:
+            homes.add(home_of(*target(write), counts))
+    for event in change.events:
+        homes.add(home_of_event(event, counts))
+    home = homes.pop() if homes else GLOBAL_HOME
+    if homes or home is None:
+        found = ", ".join(sorted(str(home or "any partition") for home in (home, *homes)))
         raise ValueError(f"a change has one home; this one has {found}: {change}")
     return home
 
 
-def _homes(change: Change, counts: PartitionCounts) -> Iterator[HomeTag | None]:
-    for guard in change.guards:
-        yield home_of(guard.row, guard.key, counts)
-    for write in change.writes:
-        if isinstance(write, BulkInsert):
-            names, count = TABLE[type(write.row)].key, len(write)
-            columns = (write.columns.get(name, [getattr(write.row, name)] * count) for name in names)
-            yield from {home_of(type(write.row), key, counts) for key in zip(*columns, strict=True)}
-        else:
-            yield home_of(*target(write), counts)
-    for event in change.events:
-        yield home_of_event(event, counts)
+def _homes_of_bulk_insert(insert: BulkInsert, counts: PartitionCounts) -> set[HomeTag | None]:
+    row, names, count = type(insert.row), TABLE[type(insert.row)].key, len(insert)
+    columns = (insert.columns.get(name, [getattr(insert.row, name)] * count) for name in names)
+    return {home_of(row, key, counts) for key in zip(*columns, strict=True)}
 
 
 def _home(kind: HomeKind, value: Any, counts: PartitionCounts) -> HomeTag:
     match kind:
         case HomeKind.EXECUTION:
-            tag, brace, _ = str(value).partition("}")
-            tag = tag + brace if brace and tag.startswith("{") else "{fp:0}"
+            text = str(value)
+            tag = (text[: text.find("}") + 1] if text[:1] == "{" else "") or "{fp:0}"
         case HomeKind.PARTITION:
             tag = f"{{fp:{value}}}"
         case HomeKind.TAG:

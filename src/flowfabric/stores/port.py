@@ -44,7 +44,7 @@ from flowfabric.model.deployment import ServerReport, SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Search, SearchPage, Where
 from flowfabric.stores.verdicts import Verdict
 
 
@@ -105,7 +105,9 @@ class Store(Protocol):
     tag: BackendTag
     concurrent_commits: int  # the number of commits that are worth having in flight at once
     batch_limit: int  # the number of changes that are worth putting into one commit
+    deletes_in_pages: bool  # True if a change that deletes many rows delays all other calls
     clock: Clock | None  # the store's clock, if it can be read without asking the store
+    claim_parts: int  # claims into which a worker divides its slots: with 2, one is made while the other's rows run
     executes_in_order: bool  # True if a claim sent after a commit sees its writes, even before the commit has returned
 
     async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
@@ -174,10 +176,18 @@ class Store(Protocol):
         """Return the rows of a scan, in its order."""
         ...
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        """Return rows of a scan that no index serves, in the order of the key, which has one column.
+    async def search(self, search: Search) -> SearchPage:
+        """Return executions of all partitions that meet the conditions, newest first.
 
-        At most `budget` rows are read, whether they meet the conditions or not, so that no call takes long.
+        At most the search's budget of rows is read, whether they meet the conditions or not, so that no call takes
+        long. The order holds across partitions.
+        """
+        ...
+
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        """Return the execution kinds from the payload rows of these executions, without reading their inputs.
+
+        An execution without a payload row is left out.
         """
         ...
 

@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.errors import Corruption
 from flowfabric.model.event import FeedEvent
+from flowfabric.model.execution import Execution
 from flowfabric.stores.catalog import TABLE
 
 
@@ -45,11 +46,14 @@ class Due(msgspec.Struct, frozen=True, gc=False):
     next_at: int | None
 
 
-Op = Literal["=", "<", "<=", ">", ">=", "in", "set", "unset", "starts"]
+Op = Literal["=", "<", "<=", ">", ">=", "in", "set", "unset", "starts", "contains"]
 
 
 class Where(msgspec.Struct, frozen=True, gc=False):
-    """A condition on one column; `set` means not null, `unset` means null, `starts` means a text prefix."""
+    """A condition on one column; `set` means not null, `unset` means null, `starts` means a text prefix.
+
+    `contains` means that a text occurs in the column, with the same letters in the same case; only a search has it.
+    """
 
     column: str
     op: Op
@@ -89,6 +93,7 @@ class Scan(msgspec.Struct, frozen=True):
     tolerant: bool = False
     max_values: int | None = None
     partial: bool = False
+    descending: bool = False  # in all columns of the order; not together with `limit_by`
 
     @property
     def full_order(self) -> tuple[str, ...]:
@@ -135,17 +140,53 @@ class UnreadableRow(msgspec.Struct, frozen=True):
     error: Corruption
 
 
+SearchPosition = tuple[int, str]  # the creation instant and the id of an execution
+
+
+class Search(msgspec.Struct, frozen=True):
+    """A search of executions, newest first: by `created_at`, then by id, both descending, strictly after `after`.
+
+    The rows are read in this order through an index, and no index serves the other conditions. So a search reads at
+    most `budget` rows, whether they meet the conditions or not, and no call takes long. `kind` is the execution kind,
+    which the payload row holds.
+    """
+
+    where: tuple[Where, ...] = ()
+    kind: str | None = None
+    after: SearchPosition | None = None
+    limit: int = 50  # at least 1
+    budget: int = 1000  # at least 1
+
+    @property
+    def bounds(self) -> tuple[Where, ...]:
+        """The conditions that the index serves."""
+        return tuple(where for where in self.where if where.column == "created_at")
+
+    @property
+    def filters(self) -> tuple[Where, ...]:
+        """The conditions that every row is checked against."""
+        return tuple(where for where in self.where if where.column != "created_at")
+
+
+class FoundExecution(msgspec.Struct, frozen=True, gc=False):
+    """An execution that a search has found, with its kind."""
+
+    row: Execution
+    kind: str
+
+    @property
+    def position(self) -> SearchPosition:
+        return self.row.created_at, self.row.execution_id
+
+
 class SearchPage(msgspec.Struct, frozen=True):
-    """The rows that a search has found, and the key to continue after; None if there is nothing left to read."""
+    """What a search has found, newest first, and the position to continue after; None if nothing is left to read.
 
-    rows: list[Any]
-    after: tuple[Any, ...] | None
+    A page with fewer rows than the limit and a position is incomplete: the budget was spent.
+    """
 
-    @classmethod
-    def of(cls, scan: Scan, rows: list[Any], last_read: tuple[Any, ...] | None) -> SearchPage:
-        """Return the page of a search that stopped after the key `last_read`, or earlier if it found enough rows."""
-        (key,) = TABLE[scan.row].key
-        return cls(rows, (getattr(rows[-1], key),) if rows and len(rows) >= scan.limit else last_read)
+    found: list[FoundExecution]
+    after: SearchPosition | None
 
 
 class GroupedCount(msgspec.Struct, frozen=True):

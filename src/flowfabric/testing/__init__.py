@@ -9,20 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowfabric.testing.faults import FlakyStore as FlakyStore
-    from flowfabric.testing.faults import Loss as Loss
-    from flowfabric.testing.faults import SyncPoint as SyncPoint
+    from flowfabric.testing.flaky_store import FlakyStore as FlakyStore
+    from flowfabric.testing.flaky_store import Loss as Loss
+    from flowfabric.testing.flaky_store import SyncPoint as SyncPoint
     from flowfabric.testing.invariants import InvariantBroken as InvariantBroken
     from flowfabric.testing.invariants import InvariantChecker as InvariantChecker
     from flowfabric.testing.invariants import check_invariants as check_invariants
     from flowfabric.testing.world import World as World
 
 _MODULES = {
-    "FlakyStore": "flowfabric.testing.faults",
+    "FlakyStore": "flowfabric.testing.flaky_store",
     "InvariantBroken": "flowfabric.testing.invariants",
     "InvariantChecker": "flowfabric.testing.invariants",
-    "Loss": "flowfabric.testing.faults",
-    "SyncPoint": "flowfabric.testing.faults",
+    "Loss": "flowfabric.testing.flaky_store",
+    "SyncPoint": "flowfabric.testing.flaky_store",
     "World": "flowfabric.testing.world",
     "check_invariants": "flowfabric.testing.invariants",
 }

@@ -18,6 +18,7 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Attempt, Execution, QueueKey
+from flowfabric.model.gate import Fact, GateMemo, MailboxMessage
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -63,9 +64,10 @@ class InvariantChecker:
     def __init__(self, engine: Engine) -> None:
         self._store: Store = engine.store
         self._rows: dict[str, Execution] = {}
+        self._facts: dict[tuple[str, str], int] = {}  # their numbers at the last check
         self._events: dict[str, list[FeedEvent]] = defaultdict(list)
         self._position = 0
-        self._complete_after = -1  # for executions created later, all events were read
+        self._complete_after = -1  # all events of executions created later were read
 
     async def check(self) -> None:
         """Raise `InvariantBroken` with every violation."""
@@ -83,9 +85,25 @@ class InvariantChecker:
         ]
         broken += [f"{owner}: attempts without an execution" for owner in attempts]
         broken += [violation async for violation in _queue_violations(self._store, rows.values())]
+        broken += await self._inbox_violations()
         self._rows = rows
         if broken:
             raise InvariantBroken("\n".join(broken))
+
+    async def _inbox_violations(self) -> list[str]:
+        """Return facts whose number fell since the last check, and messages that are both read and unread."""
+        facts = {(fact.execution_id, fact.name): fact.number for fact in await scan_all(self._store, Fact)}
+        broken = [
+            f"{execution_id}: the number of the fact {name!r} fell from {before} to {facts[execution_id, name]}"
+            for (execution_id, name), before in self._facts.items()
+            if before > facts.get((execution_id, name), before)
+        ]
+        self._facts = facts
+        unread = {(one.execution_id, one.number) for one in await scan_all(self._store, MailboxMessage)}
+        read = {(one.execution_id, one.message_number) for one in await scan_all(self._store, GateMemo)}
+        both = sorted((execution_id, number) for execution_id, number in unread & read if number is not None)
+        broken += [f"{owner}: its message number {number} is both read and unread" for owner, number in both]
+        return broken
 
     async def _read_feeds(self) -> None:
         new: dict[int, FeedEvent] = {}
@@ -115,9 +133,24 @@ class InvariantChecker:
             yield from event_violations(row, events)
         before = self._rows.get(row.execution_id)
         if before is not None and before.created_at == row.created_at:
-            for name in ("lease_epoch", "total_attempt_count", "retry_count", "replay_count", "lease_reclaim_count"):
-                if getattr(row, name) < getattr(before, name):
-                    yield f"I7 {name} went back from {getattr(before, name)} to {getattr(row, name)}"
+            yield from _change_violations(before, row)
+
+
+def _change_violations(before: Execution, row: Execution) -> Iterator[str]:
+    """Yield what must not have happened to an execution since the last check. Each life counts its own retries, and
+    goes to the end of the queue once, when it begins."""
+    lives = (before.life or 0, row.life or 0)
+    counters = ["lease_epoch", "total_attempt_count", "replay_count", "lease_reclaim_count"]
+    if lives[0] == lives[1]:
+        counters.append("retry_count")
+    for name in counters:
+        if getattr(row, name) < getattr(before, name):
+            yield f"I7 {name} went back from {getattr(before, name)} to {getattr(row, name)}"
+    if lives[1] < lives[0]:
+        yield f"life went back from {lives[0]} to {lives[1]}"
+    was, now = (queue.queued_at(one, decode_terms(one.terms)) for one in (before, row))
+    if now < was or (now != was and lives[0] == lives[1]):
+        yield f"its place in the queue moved from {was} to {now} between lives {lives[0]} and {lives[1]}"
 
 
 async def scan_all(store: Store, row: type[msgspec.Struct]) -> list[Any]:
@@ -167,8 +200,11 @@ def _detail_violations(row: Execution, *, terminal: bool, active: bool) -> Itera
         yield "I9 a terminal execution has a grant"
     if row.line not in (None, queue.queue_of(row), queue.takeover_queue(row)):
         yield f"is in the ready queue {row.line}, which is not its own"
-    if row.rank != row.created_at + queue.position_offset(row.priority, decode_terms(row.terms)):
+    queued_at = queue.queued_at(row, decode_terms(row.terms))
+    if row.life is None and queued_at != row.created_at:
         yield f"rank {row.rank} does not follow from priority and age"
+    if row.life is not None and not row.created_at <= queued_at <= row.last_transition_at:
+        yield f"rank {row.rank} in life {row.life} follows from no instant since its creation"
     if (row.completed_at is not None) != terminal:
         yield f"completed at {row.completed_at} while {row.lifecycle_phase}"
     if (row.started_at is not None) != (row.lease_epoch > 0):

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.limits.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.testing.invariants import InvariantBroken, scan_all
 
 
@@ -66,7 +66,7 @@ def _broken_budgets(budgets: Sequence[Budget], reservations: Sequence[BudgetRese
         first_expiry[_budget(row)] = min(row.expires_at, first_expiry.get(_budget(row), row.expires_at))
     for budget in budgets:
         first = first_expiry.get(_budget(budget))
-        if budget.lapse_at != first:
+        if first is not None and (budget.lapse_at is None or budget.lapse_at > first):
             yield f"budget {_budget(budget)}: checked at {budget.lapse_at}, its first reservation expires at {first}"
 
 

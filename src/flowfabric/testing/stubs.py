@@ -1,12 +1,14 @@
-"""Stand-ins for the outside world in tests: stubs for effects, and people who vote."""
+"""Stubs for the outside world in tests: for effects, and for people who vote."""
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, TypeVar
 
 from flowfabric.sdk.run import Run
+
+T = TypeVar("T")
 
 
 class Stub:
@@ -51,16 +53,22 @@ class Ballots:
         await self._run.vote(self._links[person], value, by=person)
 
 
+def complete_now(call: Coroutine[Any, Any, T]) -> T:
+    """Return what a call of a store in memory returns: it answers at once."""
+    try:
+        call.send(None)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+    raise RuntimeError("the store was busy: let everything settle before invariants are checked")
+
+
 class CompletedChecks:
     """Checks that have already run; awaiting this does nothing."""
 
     def __init__(self, *checks: Coroutine[Any, Any, None]) -> None:
         for check in checks:
-            try:
-                check.send(None)  # a store in memory answers at once
-            except StopIteration:
-                continue
-            raise RuntimeError("the store was busy: let everything settle before invariants are checked")
+            complete_now(check)
 
     def __await__(self) -> Generator[Any, None, None]:
         yield from ()

@@ -1,7 +1,9 @@
 """Virtual time on the running event loop: when nothing can happen before the next timer, the clock jumps to it.
 
 The clock stops while a thread runs or a socket could answer, so that a handler in a thread never loses its lease
-because the loop looked idle. This works on asyncio's own event loops only.
+because the loop looked idle. If a server has not answered for `STALL_S`, the clock runs at the pace of real time:
+the call may itself be waiting for a timer, as before a retry after a deadlock. This works on asyncio's own event loops
+only.
 
 Threads take turns, so that equal seeds give equal runs. A thread runs only while the loop has nothing to do, one at a
 time, in the order in which they were started or got their answers, until it ends or calls the loop. Its messages to the
@@ -16,15 +18,19 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any, cast
 
 REAL_POLL_S = 0.005
-STUCK_S = 1.0  # of real time
-IDLE_TIMEOUT_S = 30.0  # of real time, for which `wait_idle` waits for stuck threads
+STUCK_S = 1.0  # real time, as are the next two
+IDLE_TIMEOUT_S = 30.0  # `wait_idle` waits so long for stuck threads
+STALL_S = 1.0
+RESOLUTION_S = 1e-6  # asyncio's nanosecond is lost in the sum with a clock beyond 194 days: no timer would be due
 MAX_BUSY_SPINS = 200  # iterations of a busy loop after which a thread gets a turn anyway
+MAX_BUSY_SPINS_OF_WAIT = 10_000  # turns of a loop that is never idle, after which a wait for idleness ends
 
 
 class ThreadTurn:
@@ -50,12 +56,14 @@ class VirtualTime:
         self._now = loop.time()
         self._spins = 0
         self._local = threading.local()
-        self._waiting: dict[int, ThreadTurn] = {}  # by thread id: turns that wait for an answer of the loop
+        self._waiting: dict[int, ThreadTurn] = {}  # turns that wait for an answer of the loop, by thread id
         self._queue: deque[ThreadTurn] = deque()  # turns that may run next
         self._running: ThreadTurn | None = None
-        self._running_since = 0.0  # in real time
-        self._stuck: dict[ThreadTurn, float] = {}  # and since when they run
+        self._running_since = 0.0  # real time
+        self._stuck: dict[ThreadTurn, float] = {}  # turns that do not end, and since when they run
         self._process_calls = 0
+        self._server_calls = 0
+        self._stalled_since: float | None = None  # real time since which no server has answered
         self._sent: deque[tuple[ThreadTurn, Callable[..., object], tuple[Any, ...], Context]] = deque()
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._is_stopped = False
@@ -63,10 +71,12 @@ class VirtualTime:
     def start(self) -> None:
         """Replace the loop's clock."""
         loop, selector = self._loop, self._selector
+        self._real_resolution = loop._clock_resolution
         self._real_select = selector.select
         self._real_executor = loop.run_in_executor
         self._real_call = loop.call_soon_threadsafe
         loop.time = lambda: self._now
+        loop._clock_resolution = RESOLUTION_S
         selector.select = self._select  # type: ignore[method-assign]
         loop.run_in_executor = self._run_in_executor
         loop.call_soon_threadsafe = self._call_soon_threadsafe
@@ -74,6 +84,7 @@ class VirtualTime:
     def stop(self) -> None:
         """Restore the loop's clock. Timers set in virtual time belong to tasks that have been stopped before."""
         self._is_stopped = True
+        self._loop._clock_resolution = self._real_resolution
         del self._loop.time
         del self._loop.run_in_executor
         del self._loop.call_soon_threadsafe
@@ -89,13 +100,26 @@ class VirtualTime:
         """Return the virtual time in seconds."""
         return self._now
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock while the answer of a server is awaited."""
+        self._server_calls += 1
+        try:
+            yield
+        finally:
+            self._server_calls -= 1
+
     @property
     def has_running_threads(self) -> bool:
-        """True if a thread or process runs or is about to."""
-        return bool(self._running or self._queue or self._stuck or self._process_calls)
+        """True if a thread or process runs or is about to, or a server is asked."""
+        return bool(self._running or self._queue or self._stuck or self._process_calls or self._server_calls)
 
     async def wait_idle(self) -> None:
-        """Wait until neither the loop nor a thread can do anything before the next timer; raise if one is stuck."""
+        """Wait until neither the loop, a thread nor a server can do anything before the next timer.
+
+        Raises `TimeoutError` if a thread is stuck. Ends after a while if code keeps the loop busy without end.
+        """
+        self._spins = 0
         idle = self._loop.create_future()
         self._idle_waiters.append(idle)
         await idle
@@ -126,17 +150,19 @@ class VirtualTime:
     def _select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = self._real_select(0)
         if ready:
+            self._stalled_since = None
             return ready
         if timeout == 0:
             self._spins += 1
-            if self._spins < MAX_BUSY_SPINS or not self.has_running_threads:
+            max_spins = MAX_BUSY_SPINS if self.has_running_threads else MAX_BUSY_SPINS_OF_WAIT
+            if self._spins < max_spins or not (self.has_running_threads or self._idle_waiters):
                 return ready
         self._spins = 0
         if self.has_running_threads:
             return self._run_threads()
         if self._idle_waiters:
             self._end_idle_waits(None)
-            return []
+            return ready
         if timeout is None:  # there is no timer, so the loop waits for something real
             return self._real_select(REAL_POLL_S)
         self._now += max(timeout, 0.0)
@@ -150,6 +176,7 @@ class VirtualTime:
         if self._deliver():
             return []
         ready = self._real_select(REAL_POLL_S)
+        self._advance_if_stalled(bool(ready))
         if self._running is not None and time.monotonic() - self._running_since > STUCK_S:
             self._stuck[self._running], self._running = self._running_since, None
         if self._stuck and not self._queue and time.monotonic() - min(self._stuck.values()) > IDLE_TIMEOUT_S:
@@ -157,6 +184,16 @@ class VirtualTime:
                 TimeoutError(f"plain code in a thread has been running for {IDLE_TIMEOUT_S:g} s of real time")
             )
         return ready
+
+    def _advance_if_stalled(self, is_ready: bool) -> None:
+        """Let the clock run at the pace of real time if a server has not answered for long."""
+        now = time.monotonic()
+        if is_ready or not self._server_calls or self._process_calls:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > STALL_S:
+            self._now += REAL_POLL_S
 
     def _deliver(self) -> bool:
         """Deliver one message of a thread to the loop; False if there is none."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import asyncpg
 import pytest
 
 from flowfabric.bench.throughput import ThroughputReport, throughput
+from flowfabric.errors import InvalidInput
+from flowfabric.stores.valkey.address import parse_url
+from flowfabric.stores.valkey.cluster import ValkeyClient
 from tests.cli.terminal import Terminal
+from tests.valkey_servers import valkey
 
 RATES = ("drain_per_s", "bulk_submit_per_s", "single_submit_per_s", "latency_p50_ms", "latency_p99_ms")
 CONTROLLED = (
@@ -50,6 +55,38 @@ async def test_postgres_is_measured_in_a_scratch_database(database: str) -> None
     await connection.close()
 
 
+async def test_valkey_is_measured_in_an_empty_database() -> None:
+    valkey_url = valkey("bench").url()  # a server of its own: every database of the shared one may be in use
+    client = ValkeyClient(parse_url(valkey_url))
+    await client.open()
+    await client.call("x", "SET", "x", 1)
+
+    report = await small_throughput(valkey_url)
+
+    assert all(getattr(report, name) > 0 for name in (*RATES, *CONTROLLED))
+    assert "appendfsync=" in report.durability
+    assert "libvalkey" in report.versions
+    own, bare = report.server_us_per_drained, report.control_server_us_per_drained
+    assert own is not None
+    assert bare is not None
+    assert 0 < bare < own
+    assert await client.read("x", "DBSIZE") == 1
+    assert (await client.read("x", "INFO", "keyspace")).count(b"keys=") == 1, "the other database is empty again"
+    await client.close()
+
+
+async def test_a_cluster_with_rows_is_not_measured(valkey_cluster_url: str) -> None:
+    client = ValkeyClient(parse_url(valkey_cluster_url))
+    await client.open()
+    await client.call("x", "SET", "x", 1)
+
+    with pytest.raises(InvalidInput, match="empty"):
+        await small_throughput(valkey_cluster_url)
+
+    assert await client.read("x", "GET", "x") == b"1"
+    await client.close()
+
+
 async def test_memory_has_no_control() -> None:
     report = await small_throughput("memory://")
 
@@ -66,7 +103,9 @@ async def test_the_cost_of_a_claim_is_compared_with_an_empty_table(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_command_prints_one_document_or_a_table(tmp_path: Path) -> None:
+def test_the_command_prints_one_document_or_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Latency is measured at a fixed rate: the 200 samples of the command take four seconds.
+    monkeypatch.setattr("flowfabric.bench.throughput.throughput", partial(throughput, samples=5))
     ff = Terminal(f"sqlite:///{tmp_path}/named.db")
     arguments = ("bench", "throughput", "--jobs", "100", "--rounds", "1", "--payload", "16")
 

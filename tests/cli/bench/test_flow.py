@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from flowfabric.bench.flow import flow
+from tests.valkey_servers import valkey
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "postgres", "valkey"])
 async def test_chains_fans_cancels_and_graphs_are_measured(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -18,6 +19,8 @@ async def test_chains_fans_cancels_and_graphs_are_measured(
             url = "memory://"
         case "sqlite":
             url = f"sqlite:////{tmp_path}/ff.db"
+        case "valkey":
+            url = valkey("bench").url()
         case _:
             url = request.getfixturevalue("own_database")
 

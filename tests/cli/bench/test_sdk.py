@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from flowfabric.bench import peers
-from flowfabric.bench.peers import HUEY, PeerMissing
-from flowfabric.bench.sdk import PeerReport, SdkReport, sdk
+from flowfabric.bench.peers import DRAMATIQ, HUEY, PeerMissing
+from flowfabric.bench.peers.starts import count, per_second
+from flowfabric.bench.sdk import PeerReport, SdkReport, _peer, sdk
 from tests.cli.terminal import Terminal
+from tests.valkey_servers import valkey
 
 REPORT = SdkReport(
     store="sqlite",
@@ -42,41 +46,77 @@ def assert_sensible(report: SdkReport) -> None:
 
 
 @pytest.fixture
-def other_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed peer, which only starts jobs one after the other."""
-    home, scripts = tmp_path / "peers" / f"huey-{HUEY.version}", tmp_path / "scripts"
-    (home / "bin").mkdir(parents=True)
-    (home / "complete").touch()
-    (home / "bin" / "python").symlink_to(sys.executable)
+def other_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Installed peers, which only start jobs one after the other; returns which store they got, and how many jobs."""
+    scripts, used = tmp_path / "scripts", tmp_path / "used"
     scripts.mkdir()
-    (scripts / "with_huey.py").write_text(
-        "import sys, time\n"
-        f"sys.path.insert(0, {str(peers.HERE)!r})\n"
-        "from pathlib import Path\n"
-        "from starts import note\n"
-        "if sys.argv[1] == 'submit': Path(sys.argv[2]).write_text(sys.argv[3])\n"
-        "else:\n"
-        "    for _ in range(int(Path(sys.argv[2]).read_text())): note()\n"
-        "    time.sleep(60)\n"
-    )
+    for peer in (HUEY, DRAMATIQ):
+        home = tmp_path / "peers" / f"{peer.name}-{peer.version}"
+        (home / "bin").mkdir(parents=True)
+        (home / "complete").touch()
+        (home / "bin" / "python").symlink_to(sys.executable)
+        (scripts / f"with_{peer.name}.py").write_text(
+            "import sys, time\n"
+            f"sys.path.insert(0, {str(peers.HERE)!r})\n"
+            "from pathlib import Path\n"
+            "from starts import note\n"
+            f"used = Path({str(used)!r})\n"
+            "if sys.argv[1] == 'submit': used.write_text(' '.join(sys.argv[2:]))\n"
+            "else:\n"
+            "    for _ in range(int(used.read_text().split()[1])): note()\n"
+            "    time.sleep(60)\n"
+        )
     monkeypatch.setattr(peers, "HERE", scripts)
     monkeypatch.setenv(peers.HOME_VARIABLE, str(tmp_path / "peers"))
+    return used.read_text
 
 
 @pytest.mark.slow
-async def test_a_drain_is_compared_with_that_of_the_peer(tmp_path: Path, other_queue: None) -> None:
-    report = await sdk(f"sqlite:///{tmp_path}/app.db", jobs=200, samples=20, functions=16, rounds=1)
+async def test_a_drain_is_compared_with_that_of_the_peer(tmp_path: Path, other_queues: Callable[[], str]) -> None:
+    report = await sdk(f"sqlite:///{tmp_path}/app.db", jobs=80, samples=5, functions=4, rounds=1)
 
     assert_sensible(report)
     assert report.peer is not None
-    assert (report.peer.name, report.peer.version, report.peer.jobs) == ("huey", HUEY.version, 50)
+    assert (report.peer.name, report.peer.version, report.peer.jobs) == ("huey", HUEY.version, 20)
     assert report.drain_ratio == pytest.approx(report.drain_per_s / report.peer.drain_per_s, abs=0.02)
     assert report.peer_missing is None
+    assert other_queues().startswith(f"{tmp_path}/")
+
+
+@pytest.mark.slow
+async def test_a_drain_on_valkey_is_compared_with_dramatiq_and_with_several_workers(
+    other_queues: Callable[[], str],
+) -> None:
+    report = await sdk(valkey("bench").url(), jobs=80, samples=5, functions=4, rounds=1, workers=2)
+
+    assert_sensible(report)
+    assert report.peer is not None
+    assert (report.peer.name, report.peer.jobs) == ("dramatiq", 40)
+    assert re.fullmatch(r"redis://127\.0\.0\.1:\d+/\d+ 40", other_queues())
+    assert report.workers == 2
+    assert report.workers_ratio == pytest.approx((report.drain_by_workers_per_s or 0) / report.drain_per_s, abs=0.02)
+    assert report.server_us_per_drained is not None
+    assert report.server_us_per_drained > 0
+
+
+async def test_the_rate_counts_from_the_moment_when_every_process_works(tmp_path: Path) -> None:
+    stamp, starts = struct.Struct("<qq").pack, tmp_path / "starts"
+    second = 1_000_000_000
+    alone = [stamp(number * second, 1) for number in range(8)]
+    together = [stamp(8 * second + number * second // 4, 1 + number % 2) for number in range(1, 9)]
+    starts.write_bytes(b"".join([*alone, *together]))
+
+    assert count(str(starts)) == 16
+    assert per_second(str(starts)) == 4
+
+
+async def test_a_cluster_has_no_peer(valkey_cluster_url: str) -> None:
+    assert _peer(valkey_cluster_url) == (None, "dramatiq cannot use a cluster")
 
 
 @pytest.mark.slow
 async def test_tasks_are_measured_on_a_server(database: str) -> None:
-    report = await sdk(database, jobs=200, slots=30, samples=20, functions=16, rounds=1, with_peer=False)
+    report = await sdk(database, jobs=60, slots=30, samples=5, functions=4, rounds=1, with_peer=False)
 
     assert_sensible(report)
     assert report.slots == 30

@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from flowfabric.engine.claiming.poller import LARGE_CLAIM
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
@@ -181,6 +182,46 @@ async def test_a_claim_of_unrelated_work_goes_first_unless_the_store_executes_in
         assert ids_of(claimed).isdisjoint(ended)
         assert all(isinstance(answer, Completed) for answer in await completing)
         assert counting_store.calls == (["commit", "take"] if counting_store.executes_in_order else ["take", "commit"])
+    pull.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+async def test_a_large_claim_goes_before_unrelated_completions_where_claims_are_made_in_parts(
+    engine: Engine, counting_store: CountingStore, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """The store works on it while this process runs the handlers of the other part; not if it may find little."""
+    monkeypatch.setattr(counting_store.store, "claim_parts", parts)
+    for _ in range(2 * LARGE_CLAIM + 1):
+        await engine.create_execution(execution_id=engine.new_execution_id(), lane_id=LANE)
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    claimed = await pull.claim(LARGE_CLAIM)
+    for found in (LARGE_CLAIM, LARGE_CLAIM, 1):  # by the claim before
+        assert len(claimed) == found
+        goes_first = not counting_store.executes_in_order or (parts == 2 and found == LARGE_CLAIM)
+        counting_store.calls.clear()
+        completing = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in claimed]))
+        claimed = await asyncio.wait_for(pull.claim(LARGE_CLAIM), 20)
+
+        assert all(isinstance(answer, Completed) for answer in await completing)
+        if found > 1 or counting_store.executes_in_order:  # elsewhere the lane is known to be empty
+            assert counting_store.calls[:2] == (["take", "commit"] if goes_first else ["commit", "take"])
+    pull.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+async def test_a_large_claim_goes_after_completions_that_release_work(
+    engine: Engine, counting_store: CountingStore, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    monkeypatch.setattr(counting_store.store, "claim_parts", parts)
+    chains = [await create_chain(engine, 2) for _ in range(LARGE_CLAIM)]
+    pull = engine.pulling([LANE], worker_id="w", worker_instance_id="w-1")
+    claimed = await pull.claim(LARGE_CLAIM)
+    completing = asyncio.create_task(engine.complete_many([(one.handle, b"{}") for one in claimed]))
+
+    claimed = await asyncio.wait_for(pull.claim(LARGE_CLAIM, max_wait_ms=60_000), 20)
+
+    assert ids_of(claimed) == {second for _, second in chains}
+    assert all(isinstance(answer, Completed) for answer in await completing)
     pull.close()
 
 

@@ -12,7 +12,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
-from flowfabric.testing.faults import FlakyStore, Loss
+from flowfabric.testing.flaky_store import FlakyStore, Loss
 
 LEASE_MS = 60_000
 W: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": LEASE_MS}
@@ -38,7 +38,7 @@ class LateStore(FlakyStore):
 async def wait_for_state(engine: Engine, e: str, wanted: str) -> None:
     """Wait until an execution is in the given state."""
     async with asyncio.timeout(20):
-        while str(await engine.read_execution_state(e)) != wanted:  # noqa: ASYNC110 - nobody tells of it
+        while str(await engine.read_execution_state(e)) != wanted:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 

@@ -9,7 +9,7 @@ import apsw
 import asyncpg
 import pytest
 
-from flowfabric.cli import maintenance
+from flowfabric.cli.commands import maintenance
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.model import obstacles

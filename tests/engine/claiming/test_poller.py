@@ -131,7 +131,7 @@ async def test_unused_lease_ids_of_a_claim_serve_the_next_claim(engine: Engine) 
     await create(engine)
     pull = engine.pulling(["default"], **ME)
     [first] = await pull.claim(3)
-    spare = {stamp.lease_id for stamp in engine.fast_claims._spare}
+    spare = {ids.lease_id for ids in engine.fast_claims._spare}
     assert len(spare) == 2
     assert first.lease_id not in spare
 
@@ -209,14 +209,34 @@ async def test_the_result_of_a_created_execution_is_loaded_when_it_is_notified(
     assert key_loads["load"] == 1
 
 
+async def test_an_execution_that_runs_in_this_process_is_loaded_once_it_ends(
+    engine: Engine, key_loads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", 0)
+    made = await create(engine)
+    claimed = await engine.claim("default", **ME)
+    assert claimed is not None
+    key_loads.clear()
+    waiting = asyncio.create_task(engine.await_end(made, max_wait_ms=NEVER_MS))
+    for _ in range(20):  # iterations of the loop, in which the first check is over
+        await asyncio.sleep(0)
+    await engine.complete(claimed.handle, result=b"done")
+
+    async with asyncio.timeout(10):
+        ended = await waiting
+    assert ended is not None
+    assert ended.result == b"done"
+    assert key_loads["load"] == 1
+
+
 async def test_an_execution_that_finished_before_the_wait_is_loaded_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", NEVER_MS / 1000)
     made = await create(engine)
-    told = engine.runtime.wakeups.subscribe(completion_topic(made))  # Subscribe this process to its notifications.
+    notified = engine.runtime.wakeups.subscribe(completion_topic(made))  # Subscribe this process to its notifications.
     await finish(engine)
-    assert told.done()
+    assert notified.done()
 
     async with asyncio.timeout(10):
         assert await engine.await_end(made, max_wait_ms=NEVER_MS) is not None

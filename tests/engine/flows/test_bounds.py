@@ -15,7 +15,7 @@ from flowfabric.model.flow import Edge, Flow, FlowMember
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read, Scan
 from flowfabric.stores.verdicts import Verdict
-from flowfabric.testing.faults import Loss
+from flowfabric.testing.flaky_store import Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import scan_all
 from tests.engine.flow_harness import FlowHarness
@@ -66,7 +66,7 @@ async def test_fan_out_is_written_in_bounded_steps(
     assert len(await harness.claim(WIDTH + 1)) == WIDTH
 
 
-async def test_fan_in_is_folded_in_bounded_steps(
+async def test_fan_in_is_resolved_in_bounded_steps(
     harness: FlowHarness, measuring_store: MeasuringStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.engine.flows.join_resolver.MAX_EDGES_PER_BATCH", STEP)

@@ -10,12 +10,13 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.operations.flows import WaitTimeout
 from flowfabric.ids import FlowId
+from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.answers.flow import FlowCancelled, PartiallyCancelled
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog
 from flowfabric.rules.flow.successors import MAX_NAMED_SUCCESSORS
 from flowfabric.stores.queries import Read
-from flowfabric.testing.faults import Loss
+from flowfabric.testing.flaky_store import Loss
 from flowfabric.testing.invariants import scan_all
 from tests.engine.flow_harness import FlowHarness
 
@@ -123,7 +124,8 @@ async def test_an_edge_applied_while_its_upstream_finishes_is_resolved(harness: 
     await harness.engine.complete(other.handle)
 
 
-async def test_a_child_that_parks_while_its_join_fires_is_not_left_parked(harness: FlowHarness) -> None:
+async def claim_child_of_ended_parent(harness: FlowHarness) -> Claimed:
+    """Claim b, make it wait for a, and complete a in a process that dies before it resolves the join."""
     await harness.graph([*"ab"], [])
     claimed = {one.execution_id: one for one in await harness.claim()}
     parent, child = claimed[harness.names["a"]], claimed[harness.names["b"]]
@@ -131,7 +133,11 @@ async def test_a_child_that_parks_while_its_join_fires_is_not_left_parked(harnes
     await harness.engine.stage_dependency_edge(harness.flow, edge, harness.names["a"], harness.names["b"])
     await harness.engine.apply_dependency_to_child(harness.flow, edge, harness.names["b"], harness.names["a"])
     await harness.mortal.complete(parent.handle)
+    return child
 
+
+async def test_a_child_that_parks_while_its_join_fires_is_not_left_parked(harness: FlowHarness) -> None:
+    child = await claim_child_of_ended_parent(harness)
     folding = harness.store.stop_before("commit")  # decided while the child was active
     fold = asyncio.create_task(harness.engine.cascade_completion(harness.names["a"]))
     await folding.reached()
@@ -143,14 +149,7 @@ async def test_a_child_that_parks_while_its_join_fires_is_not_left_parked(harnes
 
 
 async def test_a_join_that_fires_while_its_child_is_about_to_park_resumes_the_child(harness: FlowHarness) -> None:
-    await harness.graph([*"ab"], [])
-    claimed = {one.execution_id: one for one in await harness.claim()}
-    parent, child = claimed[harness.names["a"]], claimed[harness.names["b"]]
-    edge = harness.engine.minter.uuid()
-    await harness.engine.stage_dependency_edge(harness.flow, edge, harness.names["a"], harness.names["b"])
-    await harness.engine.apply_dependency_to_child(harness.flow, edge, harness.names["b"], harness.names["a"])
-    await harness.mortal.complete(parent.handle)
-
+    child = await claim_child_of_ended_parent(harness)
     parking = harness.store.stop_before("commit")  # decided while the group was pending
     park = asyncio.create_task(harness.engine.wait_children(child.handle))
     await parking.reached()

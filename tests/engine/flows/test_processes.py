@@ -74,9 +74,9 @@ async def test_a_thousand_parents_finished_by_four_processes_fire_their_join_onc
             process.stdin.write(b"go\n")
         group = await wait_for_join(engine, flow, join)
         took = perf_counter() - began
-        told = [(await process.communicate())[0] for process in processes]
+        outputs = [(await process.communicate())[0] for process in processes]
 
-        assert told == [b'{"finished": 250}\n'] * PROCESSES
+        assert outputs == [b'{"finished": 250}\n'] * PROCESSES
         assert (group.succeeded, group.n, group.group_state) == (PARENTS, PARENTS, "satisfied")
         claimed = await engine.claim_many("join", 10, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
         assert [one.execution_id for one in claimed] == [join]

@@ -23,7 +23,7 @@ from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.event import Topic
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.testing.faults import FlakyStore
+from flowfabric.testing.flaky_store import FlakyStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
 
@@ -191,7 +191,7 @@ async def test_every_join_fires_once_and_no_execution_is_stranded(
         open_states = set(states.values()) - {"completed", "failed", "skipped", "cancelled"}
         assert not open_states, f"seed {seed}: stranded"
         for node in wanted.nodes:
-            told = await cluster.store.history(node, Topic.COMPLETION, 10)
-            assert len(told) == 1, f"seed {seed}: {node} ended {len(told)} times"
+            completions = await cluster.store.history(node, Topic.COMPLETION, 10)
+            assert len(completions) == 1, f"seed {seed}: {node} ended {len(completions)} times"
         await check_flow_invariants(cluster.calm)
         await check_invariants(cluster.calm)

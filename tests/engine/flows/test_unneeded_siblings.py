@@ -19,7 +19,7 @@ from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import PendingSiblingCancel
 from flowfabric.stores.queries import Loaded, Read, Scan
-from flowfabric.testing.faults import Loss, SyncPoint
+from flowfabric.testing.flaky_store import Loss, SyncPoint
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.engine.flow_harness import FIRST_OF_ALL, FlowHarness
 

@@ -14,7 +14,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.limits import HardBreach, Reserved
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store

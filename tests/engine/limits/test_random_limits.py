@@ -19,10 +19,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.answers.limits import HardBreach
-from flowfabric.model.budget import BudgetDimension
 from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.limits.budget import BudgetDimension
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaSlot
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store

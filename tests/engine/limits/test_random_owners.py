@@ -60,13 +60,13 @@ async def test_every_call_refers_to_the_budget_of_the_model(store: Store, seed: 
                 await engine.reset_budget(B, namespace=name)
                 model.used[name] = 0
             case "report":
-                told = await engine.report_usage_admin(B, dimensions=["tokens"], deltas=[amount], namespace=name)
-                assert isinstance(told, HardBreach) != model.spend(name, amount)
+                answer = await engine.report_usage_admin(B, dimensions=["tokens"], deltas=[amount], namespace=name)
+                assert isinstance(answer, HardBreach) != model.spend(name, amount)
             case _:
                 shared = chance.random() < 0.7
                 whose: dict[str, Any] = {"shared": shared} | ({"namespace": name} if chance.random() < 0.5 else {})
-                told = await engine.record_spend(B, runs[name], {"tokens": amount}, **whose)
-                assert isinstance(told, HardBreach) != model.spend(model.owner(name, shared=shared), amount)
+                answer = await engine.record_spend(B, runs[name], {"tokens": amount}, **whose)
+                assert isinstance(answer, HardBreach) != model.spend(model.owner(name, shared=shared), amount)
 
     for name in NAMESPACES:
         await engines[0].create_budget(B, **numbers, hard_limits=[0], namespace=name)

@@ -125,10 +125,12 @@ async def test_the_second_of_two_similar_executions_is_stored_as_if_created_alon
 
 
 async def stored_rows(store: Store, one: CreateExecution) -> tuple[Execution, Payload]:
-    """Return the rows of an execution without the fields that differ between any two."""
+    """Return the rows of an execution, which has its own key, without the fields that differ between any two."""
     wants = (Read(Execution, (one.execution_id,)), Read(Payload, (one.execution_id,)))
     (row,), (payload,) = (await store.load(wants)).rows
-    return msgspec.structs.replace(row, execution_id="", revision=0), msgspec.structs.replace(payload, execution_id="")
+    assert row.idempotency_key == one.idempotency_key
+    row = msgspec.structs.replace(row, execution_id="", idempotency_key=None, revision=0)
+    return row, msgspec.structs.replace(payload, execution_id="")
 
 
 @pytest.mark.parametrize(("second", "refusal"), BAD)

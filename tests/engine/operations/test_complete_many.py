@@ -19,7 +19,7 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.validation import MAX_PAYLOAD_BYTES
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
-from flowfabric.testing.faults import FlakyStore, Loss
+from flowfabric.testing.flaky_store import FlakyStore, Loss
 from tests.scenarios.checked_store import dump
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 30_000}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from flowfabric.engine.metrics.completions import CompletionMetrics
-from flowfabric.engine.metrics.registry import Metrics
+from flowfabric.engine.metrics.recorder import Metrics
 from flowfabric.model.execution import Execution
 from tests.stores.sample_rows import execution, loaded
 

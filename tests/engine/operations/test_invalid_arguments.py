@@ -51,7 +51,7 @@ class World:
         """Return the value that a placeholder stands for; return any other value as it is."""
         return self._stands[value] if isinstance(value, Placeholder) else value
 
-    async def call(self, verb: str, **changed: Any) -> Any:
+    async def call(self, verb: str, /, **changed: Any) -> Any:
         """Call the operation with its valid arguments, some of them replaced."""
         good = {name: self.resolve(value) for name, value in OPERATIONS[verb].good.items()}
         return await getattr(self.engine, verb)(**(good | changed))
@@ -104,17 +104,15 @@ GARBAGE = st.recursive(
 )
 ARGUMENTS = [(verb, argument) for verb in OPERATIONS for argument in {**OPERATIONS[verb].good, **OPERATIONS[verb].bad}]
 
-on_one_store = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+
+def examples(count: int) -> settings:
+    """Return settings for so many examples that share a store."""
+    shared = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=count, deadline=None, suppress_health_check=shared)
 
 
-@on_one_store
-@given(where=st.sampled_from(ARGUMENTS), value=GARBAGE)
-async def test_random_values_are_answered_or_refused_with_a_typed_error(
-    world: World, where: tuple[str, str], value: Any
-) -> None:
-    verb, argument = where
+async def assert_answered_or_refused(world: World, verb: str, argument: str, value: Any) -> None:
+    """Assert that a call is answered or refused with a typed error; an invalid argument writes nothing."""
     if argument == "max_wait_ms" and isinstance(value, int):
         value = min(value, 0)  # A long wait is allowed.
     before = await dump(world.engine.store)
@@ -127,11 +125,33 @@ async def test_random_values_are_answered_or_refused_with_a_typed_error(
             assert await dump(world.engine.store) == before
 
 
-@on_one_store
-@given(place=st.integers(0, 500), byte=st.integers(0, 255), verb=st.sampled_from(["renew", "progress", "complete"]))
-async def test_a_handle_with_a_changed_byte_is_refused_or_still_valid(
-    world: World, place: int, byte: int, verb: str
+@examples(100)
+@given(where=st.sampled_from(ARGUMENTS), value=GARBAGE)
+async def test_random_values_are_answered_or_refused_with_a_typed_error(
+    world: World, where: tuple[str, str], value: Any
 ) -> None:
+    await assert_answered_or_refused(world, *where, value)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@examples(5000)
+@given(where=st.sampled_from(ARGUMENTS), value=GARBAGE)
+async def test_very_many_random_values_are_answered_or_refused_with_a_typed_error(
+    world: World, where: tuple[str, str], value: Any
+) -> None:
+    await assert_answered_or_refused(world, *where, value)
+
+
+CHANGES = {
+    "place": st.integers(0, 500),
+    "byte": st.integers(0, 255),
+    "verb": st.sampled_from(["renew", "progress", "complete"]),
+}
+
+
+async def assert_refused_or_valid(world: World, place: int, byte: int, verb: str) -> None:
+    """Assert that a handle with one changed byte is refused, which writes nothing, or still valid."""
     data = bytearray(encode_handle(world.held.handle.fields, world.engine.store.tag))
     data[place % len(data)] = byte
     before = await dump(world.engine.store)
@@ -141,6 +161,24 @@ async def test_a_handle_with_a_changed_byte_is_refused_or_still_valid(
     if refused is not None:
         assert refused.family in ("validation", "not_found", "state", "contention")
         assert await dump(world.engine.store) == before
+
+
+@examples(100)
+@given(**CHANGES)
+async def test_a_handle_with_a_changed_byte_is_refused_or_still_valid(
+    world: World, place: int, byte: int, verb: str
+) -> None:
+    await assert_refused_or_valid(world, place, byte, verb)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@examples(5000)
+@given(**CHANGES)
+async def test_very_many_handles_with_a_changed_byte_are_refused_or_still_valid(
+    world: World, place: int, byte: int, verb: str
+) -> None:
+    await assert_refused_or_valid(world, place, byte, verb)
 
 
 async def test_a_renewal_by_handle_for_no_time_or_too_long_is_refused(world: World) -> None:

@@ -123,6 +123,7 @@ OPERATIONS: dict[str, OperationCase] = {
     ),
 }
 ELSEWHERE = {"purge_flow"}  # an operation of an administrator
+IN_THE_OTHER_TABLE = {"search_flows", "read_flow_graph"}  # of invalid_arguments.py
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_every_flow_operation_is_in_the_table() -> None:
     changes = {name for name in vars(FlowOperations) if not name.startswith("_")}
     reads = {name for name in vars(ReadOperations) if "flow" in name or "edge" in name}
 
-    assert changes | reads == set(OPERATIONS) - ELSEWHERE
+    assert (changes | reads) - IN_THE_OTHER_TABLE == set(OPERATIONS) - ELSEWHERE
 
 
 @pytest.mark.parametrize("verb", OPERATIONS)

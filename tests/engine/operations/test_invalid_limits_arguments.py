@@ -14,6 +14,7 @@ from flowfabric.model.answers.execution import Claimed
 from flowfabric.stores.port import Store
 from tests.engine.invalid_arguments import FILTER
 from tests.engine.invalid_arguments import OPERATIONS as OTHER_OPERATIONS
+from tests.engine.operations.test_invalid_schedule_arguments import OPERATIONS as SCHEDULE_OPERATIONS
 from tests.scenarios.checked_store import dump
 
 B = "0b000000-0000-4000-8000-000000000001"
@@ -66,6 +67,8 @@ OPERATIONS: Table = {
             "deltas": MAPPINGS,
             "idempotency_key": [7, "\x00"],
             "handle": [7, "FOREIGN"],
+            "reservation_id": [7, "", "x"],
+            "acknowledged": [7, "k", [7], ["\x00"], ["k"] * 1001],
         },
     ),
     "release_budget": ({"budget_id": B, "execution_id": "HELD"}, {"budget_id": IDS, "execution_id": EXECUTIONS}),
@@ -77,6 +80,8 @@ OPERATIONS: Table = {
             "amounts": MAPPINGS,
             "ttl_ms": [*LENGTHS, 0],
             "reservation_id": [7, "", "x"],
+            "drawn": MAPPINGS[1:],
+            "epoch": [None, "1", -1, 1.5],
         },
     ),
     "settle_budget": (
@@ -86,7 +91,13 @@ OPERATIONS: Table = {
     "reservation_owner": ({"budget_id": B, "reservation_id": R}, {"budget_id": IDS, "reservation_id": IDS}),
     "refund_budget": (
         {"budget_id": B, "reservation_id": R},
-        {"budget_id": IDS, "reservation_id": IDS, "execution_id": ["", 5, "not-an-id", B]},
+        {
+            "budget_id": IDS,
+            "reservation_id": IDS,
+            "execution_id": ["", 5, "not-an-id", B],
+            "epoch": ["1", -1, 1.5],
+            "acknowledged": [None, 7, "k", [7]],
+        },
     ),
     "reset_budget": ({"budget_id": B}, {"budget_id": IDS}),
     "get_budget_status": ({"budget_id": B}, {"budget_id": IDS}),
@@ -130,6 +141,7 @@ OPERATIONS: Table = {
             "lanes": [None, 7, "ab", [], [""], [7], ["x" * 65], ["\n"]],
             "capabilities": TOKENS,
             "liveness_ttl_ms": [*LENGTHS, 0],
+            "tasks": [None, 7, "ab", [7], [None]],
         },
     ),
     "heartbeat_worker": ({"worker_instance_id": "w-1"}, {"worker_instance_id": NAMES, "namespace": TEXTS}),
@@ -137,6 +149,7 @@ OPERATIONS: Table = {
         {"worker_instance_id": "w-1"},
         {"worker_instance_id": NAMES, "namespace": TEXTS, "reason": [*TEXTS, "a\nb", "x" * 257, "\x85"]},
     ),
+    "list_tasks": ({}, {"namespace": TEXTS[1:], "namespaces": [5, [5], ["nul\0"]]}),
     "list_workers": ({"namespace": "default"}, {"namespace": TEXTS[1:], "after": [7, "\x00"], "limit": NUMBERS}),
     "list_worker_events": (
         {"namespace": "default", "worker_instance_id": "w-1"},
@@ -234,12 +247,13 @@ async def test_the_same_limits_call_with_valid_arguments_is_not_refused_as_inval
 
 
 GROUPS = ("executions", "leases", "claims", "limits", "reads", "admin")
-WITHOUT_ARGUMENTS = {"list_waitpoint_hmac_kids", "list_api_tokens", "unblock_budget_waiters"}
+WITHOUT_ARGUMENTS = {"list_waitpoint_hmac_kids", "list_api_tokens", "unblock_budget_waiters", "refresh_lanes"}
 # Tried with wrong arguments in the tests of flows, of API tokens and of pollers.
 TRIED_ELSEWHERE = {
     *("describe_flow", "list_flows", "list_flow_members", "list_outgoing_edges", "list_incoming_edges", "list_edges"),
     *("describe_edge", "resolve_execution_flow_id", "get_flow_tag", "get_flow_summary", "project_flow_summary"),
     *("make_api_token", "rotate_api_token", "revoke_api_token", "authenticate_token", "ensure_partitions"),
+    *("open_session", "authenticate_session", "redeem_login_link"),
     *("pulling", "claim_from_lanes", "wake_claims", "redeemer", "await_end", "cancel_as_holder", "require_lease"),
     "purge_flow",
 }
@@ -250,4 +264,6 @@ def test_every_operation_of_these_groups_is_in_a_table() -> None:
     homes = [cls for cls in Engine.__mro__ if cls.__module__ in groups]
     found = {name for home in homes for name in vars(home) if not name.startswith("_")}
 
-    assert found - WITHOUT_ARGUMENTS - TRIED_ELSEWHERE - set(OPERATIONS) - set(OTHER_OPERATIONS) == set()
+    tables = {*OPERATIONS, *OTHER_OPERATIONS, *SCHEDULE_OPERATIONS}
+
+    assert found - WITHOUT_ARGUMENTS - TRIED_ELSEWHERE - tables == set()

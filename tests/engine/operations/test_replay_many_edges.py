@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.model.flow import CompletionDispatch, Dependency
 from flowfabric.stores.queries import Scan
-from flowfabric.testing.faults import Loss, SyncPoint
+from flowfabric.testing.flaky_store import Loss, SyncPoint
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.engine.flow_harness import FlowHarness
 

@@ -102,12 +102,12 @@ async def test_a_replay_resets_the_rest_of_its_outcome_while_some_of_it_is_dispa
     await flow.edge("a", "c")
     await flow.fail("a")
     unprocessed: CompletionDispatch = await flow.load(CompletionDispatch, flow.names["a"])
-    told = Change(
+    recorded = Change(
         guards=(Guard(CompletionDispatch, (unprocessed.execution_id,), unprocessed.revision),),
         writes=(Patch(CompletionDispatch, (unprocessed.execution_id,), {"after_edge": flow.edges["a", "b"]}),),
     )
 
-    assert None not in await commit_together(flow, told, replay.replay(await flow.row("a")).change)
+    assert None not in await commit_together(flow, recorded, replay.replay(await flow.row("a")).change)
 
     assert await flow.load(CompletionDispatch, flow.names["a"]) is None
     assert (await flow.load(EdgeGroup, *flow.downstream("c"))).group_state == "pending"

@@ -317,9 +317,9 @@ def plain_rows(rows: dict[str, list[Any]]) -> dict[str, Any]:
 
     The events of each execution are in order; the order between executions is not defined after a loss.
     """
-    told = [one for one in rows["events"] if one.event.lease != "renewed"]
-    told.sort(key=lambda one: one.event.execution_id)
-    return {name: plain(kept) for name, kept in (rows | {"events": told}).items()}
+    events = [one for one in rows["events"] if one.event.lease != "renewed"]
+    events.sort(key=lambda one: one.event.execution_id)
+    return {name: plain(kept) for name, kept in (rows | {"events": events}).items()}
 
 
 async def create_scene(store: Any, clock: ManualClock) -> Scene:
@@ -432,8 +432,8 @@ async def test_a_completion_that_was_superseded_before_the_reload_is_still_recog
 
     words = {"complete": "Completed", "fail": "TerminalFailed", "retry": "RetryScheduled", "cancel": "Cancelled"}
     assert type(answer).__name__ == words[end]
-    told = [one.event.lease for one in (await dump(store))["events"]]
-    assert told == ["acquired", "released"]
+    events = [one.event.lease for one in (await dump(store))["events"]]
+    assert events == ["acquired", "released"]
     assert await scene.engine.get_execution_tag(e, "a.b") == "overtaken"
 
 
@@ -505,8 +505,8 @@ async def test_a_repeated_operation_is_not_confused_with_its_first_execution(
     assert first is not None
     assert again is not None
     assert (again.public_state, again.priority) == (first.public_state, first.priority)
-    told = [one.event for one in (await dump(store))["events"]]
-    assert len(told) == 3, [one.outcome or one.operator for one in told]
+    events = [one.event for one in (await dump(store))["events"]]
+    assert len(events) == 3, [one.outcome or one.operator for one in events]
 
 
 @pytest.mark.parametrize("loss", [Loss.DOUBT, Loss.ANSWER])
@@ -540,9 +540,9 @@ async def test_an_unstorable_change_in_a_batch_does_not_fail_its_neighbours(
 ) -> None:
     scene = await create_scene(store, clock)
     held = [await scene.held() for _ in range(9)]
-    spoilt = await scene.waiting()
-    row = (await store.load((Read(Execution, (spoilt,)),))).rows[0][0]
-    patch = Patch(Execution, (spoilt,), {"failure_reason": poison})
+    unreadable = await scene.waiting()
+    row = (await store.load((Read(Execution, (unreadable,)),))).rows[0][0]
+    patch = Patch(Execution, (unreadable,), {"failure_reason": poison})
     change = Change(guards=(seen(row),), writes=(patch,), id=7)
 
     first, middle, *rest = await asyncio.gather(
@@ -554,7 +554,7 @@ async def test_an_unstorable_change_in_a_batch_does_not_fail_its_neighbours(
 
     assert isinstance(middle, errors.InvalidInput)
     assert [first, *rest] == [Completed(one.execution_id) for one in held]
-    assert (await store.load((Read(Execution, (spoilt,)),))).rows[0][0] == row
+    assert (await store.load((Read(Execution, (unreadable,)),))).rows[0][0] == row
 
 
 async def test_a_store_that_stays_unavailable_is_reported_to_the_caller(

@@ -14,10 +14,11 @@ from flowfabric.engine.limits import unblocker
 from flowfabric.engine.runtime.runtime import StoreBackoff
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.limits import QuotaPolicyCreated
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
-from flowfabric.testing.faults import FlakyStore
+from flowfabric.testing.flaky_store import FlakyStore
 from tests.scenarios.waits import until
 
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -71,28 +72,18 @@ async def test_jobs_of_100_ms_under_a_concurrency_of_10_run_at_100_a_second(engi
     assert (done, clock.now - start) == (100, 1000)
 
 
-async def test_a_waiting_worker_is_woken_by_the_release(engine: Engine) -> None:
+@pytest.mark.parametrize("poll_ms", [None, 200], ids=["in this process", "in another process"])
+async def test_a_waiting_worker_is_woken_by_the_release(engine: Engine, store: Store, poll_ms: int | None) -> None:
     await limited(engine, 3, max_concurrent=1)
     [first] = await pull(engine, 5)
-    waiting = asyncio.create_task(pull(engine, 5, wait_ms=60_000))
+    waits = engine
+    if poll_ms is not None:
+        waits = Engine(store, minter=SeededMinter(2), settings=Settings(poll_ms=poll_ms))
+    waiting = asyncio.create_task(pull(waits, 5, wait_ms=60_000))
     await asyncio.sleep(0.05)
     assert not waiting.done()
 
-    async with asyncio.timeout(10):  # The next poll is an hour away.
-        await engine.complete(first.handle)
-        [second] = await waiting
-
-    assert second.execution_id != first.execution_id
-
-
-async def test_a_worker_in_another_process_is_woken_by_the_release(engine: Engine, store: Store) -> None:
-    await limited(engine, 2, max_concurrent=1)
-    [first] = await pull(engine, 5)
-    other = Engine(store, minter=SeededMinter(2), settings=Settings(poll_ms=200))
-    waiting = asyncio.create_task(pull(other, 5, wait_ms=60_000))
-    await asyncio.sleep(0.05)
-
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(10):  # The next poll of this process is an hour away.
         await engine.complete(first.handle)
         [second] = await waiting
 
@@ -126,8 +117,8 @@ async def test_a_rate_window_that_opens_while_the_store_is_unavailable_is_checke
     await limited(engine, 2, window_seconds=1, max_requests_per_window=1)
     [first] = await pull(engine, 5)
     wire.go_down()
-    engine.unblocker.schedule_quota_unblock(Q, 0)
-    await until(lambda: "cannot tell when" in caplog.text)
+    engine.unblocker.schedule_quota_unblock(NamespacedId(DEFAULT_NAMESPACE, Q), 0)
+    await until(lambda: "cannot compute when" in caplog.text)
 
     wire.heal()
     clock.advance_ms(1000)

@@ -44,7 +44,7 @@ async def test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer(store:
         own.start_sweeps()
 
         async with asyncio.timeout(20):
-            while (await store.feed(Topic.COMPLETION, 0, 10)).events:  # noqa: ASYNC110 - there is nothing to be told by
+            while (await store.feed(Topic.COMPLETION, 0, 10)).events:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.01)
         assert await wait_for_leases(own, 2) == ["feed_trimmer", f"feed_trimmer:{KEPT_MS}"]
     finally:

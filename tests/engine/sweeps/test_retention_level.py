@@ -17,8 +17,8 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
+from flowfabric.model.limits.quota import QuotaRequest, QuotaSlot
 from flowfabric.model.outbox import OutboxMessage
-from flowfabric.model.quota import QuotaRequest, QuotaSlot
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
@@ -114,7 +114,8 @@ async def test_tables_and_indexes_do_not_grow_around_a_long_transaction(
     after = await sizes_after(COOL)
     last = await sizes_after(MORE)
 
-    assert sum(held.values()) > 2 * sum(before.values()), "the transaction kept what was dead"
+    written = ("ff_exec_core", "ff_payload")  # most other tables and indexes are one page
+    assert sum(held[name] for name in written) > 2 * sum(before[name] for name in written), "dead rows were kept"
     grown = {name: (after[name], last[name]) for name in last if last[name] > after[name] + SPLITS}
     assert grown == {}
     assert sum(last.values()) <= sum(held.values())

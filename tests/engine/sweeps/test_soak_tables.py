@@ -68,7 +68,7 @@ def make_app(url: str) -> tuple[Fabric, Callable[[str], Awaitable[None]]]:
         await ctx.step(note, "a step")
         await ctx.spend(purse, calls=1)
         async with ctx.reserve(purse, calls=2) as room:
-            room.spend(calls=1)
+            await room.spend(calls=1)
         out = ctx.stream("words")
         await out.write("some output")
         await ctx.progress({"pct": 50})

@@ -17,8 +17,10 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
+from flowfabric.engine.types import FactArgs, MessageArgs
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.scheduling.schedule import ScheduleSpec
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.catalog import TABLES
@@ -37,8 +39,8 @@ B = "0b000000-0000-4000-8000-000000000001"
 KEEP = {"stream_policy": {"retention_ttl_ms": 1000}, "dedup_window_ms": 1000}
 RETRIED = KEEP | {"retry_policy": {"max_retries": 2}, "quota_policy_ids": [Q]}
 W: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1", "lease_ttl_ms": 30_000}
-# Leases of running sweepers; and messages, which the process that writes them delivers before they can be counted.
-NOT_SEEN_IN_A_ROUND = {"ff_sweep", "ff_outbox"}
+# Leases of running sweepers; and what the process that writes it works off before it can be counted.
+NOT_SEEN_IN_A_ROUND = {"ff_sweep", "ff_outbox", "ff_child_cancel"}
 # On Valkey: one entry for each partition that was ever used, and at most as many as there are partitions.
 REGISTRIES = {"homes", "places", "from"}
 _SIZE_COMMANDS = {b"hash": "HLEN", b"zset": "ZCARD", b"set": "SCARD", b"stream": "XLEN", b"string": "EXISTS"}
@@ -70,7 +72,8 @@ class RowCounts:
         db = await asyncpg.connect(self._dsn)
         try:
             named = await db.fetch("select tablename from pg_tables where schemaname = 'public'")
-            return {name: await db.fetchval(f'select count(*) from "{name}"') for (name,) in named}
+            counted = " union all ".join(f"select '{name}', count(*) from \"{name}\"" for (name,) in named)
+            return dict(await db.fetch(counted))
         finally:
             await db.close()
 
@@ -117,6 +120,7 @@ class Rounds:
         await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
         await engine.create_quota_policy(Q, window_seconds=1, max_requests_per_window=100, max_concurrent=100)
         await engine.create_budget(B, dimensions=["calls"], hard_limits=[10**9], soft_limits=[0])
+        await engine.set_lane_spread("spread", 2)
 
     async def count(self) -> dict[str, int]:
         counts = await self.counting.counts()
@@ -131,9 +135,12 @@ class Rounds:
         )
         await self.plain()
         await self.function()
+        await self.schedule()
         await self.spending()
         await self.flow()
         await self.cancelled_flow()
+        await self.engine.start_operation("cancel", {"lane_id": "nowhere"}, reason="none of them is needed")
+        await self.count()
         for _ in range(4):
             for sweep in self.engine.sweeper().sweeps:
                 while (await self.engine.sweep_once(sweep)).processed and sweep not in ("flow_projector", "unblock"):
@@ -163,10 +170,11 @@ class Rounds:
         await self.finish(held)
 
     async def function(self) -> None:
-        """A step, output, a gate with a vote, a message, a child."""
+        """A step, output, a fact, a gate with a vote, a message, an ask, a child."""
         held = await self.env.create_and_claim(policy=KEEP)
         function = DurableFunction(self.env, self.waits, held.execution_id, held)
         await self.engine.record_step(held.handle, "s", 0, b"1")
+        await self.engine.set_fact(held.handle, FactArgs(name="total", value=b"1", place="total", count=1))
         await self.engine.append_frame(held.handle, b"line")
         await self.engine.append_frame(held.handle, b'{"a": 1}', mode="summary")
         child = await self.env.create(parent_id=held.execution_id, policy=KEEP)
@@ -174,11 +182,31 @@ class Rounds:
         gate = opened(await function.approval("ok", "ana"))
         await function.receive("steer it")
         await function.send(b"left", "other", idempotency_key=f"m{self.number}")
+        question = MessageArgs(execution_id=held.execution_id, mailbox="ask", message_id=self.engine.minter.uuid())
+        await self.engine.ask(question)
         await function.vote(gate, "ana", idempotency_key=f"v{self.number}")
         await self.count()
         await self.finish(running)
         await self.count()
         await self.finish(held)
+
+    async def schedule(self) -> None:
+        """A schedule that fires once and is deleted."""
+        run = CreateExecution(
+            execution_id=self.engine.new_execution_id(),
+            partition=0,
+            namespace="default",
+            lane_id="nightly",
+            execution_kind="report",
+            policy='{"stream_policy": {"retention_ttl_ms": 1000}}',
+        )
+        await self.engine.put_schedule("nightly", ScheduleSpec(every_ms=60_000), run)
+        self.clock.advance_ms(60_000)
+        await self.engine.sweep_once("schedules")
+        await self.count()
+        [held] = await self.engine.claim_many("nightly", 1, **W)
+        await self.finish(held)
+        assert await self.engine.delete_schedule("nightly")
 
     async def spending(self) -> None:
         held = await self.env.create_and_claim(policy=KEEP)
@@ -232,6 +260,7 @@ async def test_every_table_of_every_store_keeps_its_size(
     store: Store, clock: ManualClock, row_counts: RowCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.rules.flow.successors.MAX_NAMED_SUCCESSORS", 2)
+    monkeypatch.setattr("flowfabric.rules.bulk_operation.RETENTION_MS", 1000)
     rounds = Rounds(store, clock, row_counts)
     await rounds.begin()
     await rounds.run_round()

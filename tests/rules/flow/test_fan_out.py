@@ -21,7 +21,7 @@ WITH_OTHERS = ahead(1, group(JoinPolicyKind.ALL_OF, 2), edge(1))
 STAGED = ahead(2, None, None)
 
 
-def test_a_child_with_a_single_edge_is_advanced_at_once_and_the_others_are_left_to_a_fold() -> None:
+def test_a_child_with_a_single_edge_is_advanced_at_once_and_the_others_are_left_to_the_resolver() -> None:
     decision = fan_out(OWED, [ALONE, WITH_OTHERS, STAGED], is_last=True, inline=True)
 
     assert decision.answer == FanOutStep(3, (edge(1),), is_last=True)
@@ -30,10 +30,10 @@ def test_a_child_with_a_single_edge_is_advanced_at_once_and_the_others_are_left_
     assert {guard.row for guard in decision.change.guards[1:]} == {EdgeGroup, type(ALONE.child)}
     assert decision.change.writes[0] == Delete(CompletionDispatch, ("u0",))
     noted = [write.key for write in decision.change.writes if isinstance(write, Patch) and write.row is Dependency]
-    assert noted == [(CHILD, "e000"), (CHILD, "e001")], "an edge that is only staged is told nothing"
+    assert noted == [(CHILD, "e000"), (CHILD, "e001")], "an edge that is only staged is not marked"
 
 
-def test_without_inline_advance_every_edge_is_left_to_a_fold() -> None:
+def test_without_inline_advance_every_edge_is_left_to_the_resolver() -> None:
     decision = fan_out(OWED, [ALONE, WITH_OTHERS], is_last=True, inline=False)
 
     assert decision.answer == FanOutStep(2, (edge(0), edge(1)), is_last=True)
@@ -41,7 +41,7 @@ def test_without_inline_advance_every_edge_is_left_to_a_fold() -> None:
     assert decision.change.guards == (Guard(CompletionDispatch, ("u0",), 7),)
 
 
-def test_a_child_that_the_outcome_skips_is_left_to_a_fold_which_loads_its_flow() -> None:
+def test_a_child_that_the_outcome_skips_is_left_to_the_resolver_which_loads_its_flow() -> None:
     failed = CompletionDispatch("u0", "f", TerminalOutcome.FAILED, 0, revision=7)
 
     decision = fan_out(failed, [ALONE], is_last=True, inline=True)

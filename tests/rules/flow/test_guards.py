@@ -73,7 +73,7 @@ FLAGGED = EdgeGroup(
 
 flow, no_flow = Guard(Flow, (F,), 5), Guard(Flow, (F,), None)
 join, no_join = Guard(EdgeGroup, (F, EXECUTION), 6), Guard(EdgeGroup, (F, EXECUTION), None)
-sheet, upstream = Guard(Execution, (EXECUTION,), 7), Guard(Execution, (U,), 8)
+execution, upstream = Guard(Execution, (EXECUTION,), 7), Guard(Execution, (U,), 8)
 held = Guard(Execution, (EXECUTION,), 7, LeaseCheck(LeaseRequirement.LIVE, "lease-1", 3))
 carrier = Guard(Dependency, (EXECUTION, "e"), 2)
 backlog = Guard(CancelBacklog, (F,), 9)
@@ -93,7 +93,7 @@ def header(*rows: Execution) -> Decision[Any]:
     return flow_cancel.cancel_header(FLOW, MEMBERS, known, reason="r", policy=CancellationPolicy.CANCEL_ALL)
 
 
-def folded(group: EdgeGroup, *ends: UpstreamOutcome, handed_on_by: str | None = None) -> Decision[Any]:
+def resolved(group: EdgeGroup, *ends: UpstreamOutcome, handed_on_by: str | None = None) -> Decision[Any]:
     carried = None if handed_on_by is None else (Payload(EXECUTION, "task", ""), Result(handed_on_by, b"r"))
     return joins.resolve_join(
         group, BLOCKED, joins.count_outcomes(group, ends), JoinContext(flow=FLOW, passed_result=carried)
@@ -102,47 +102,46 @@ def folded(group: EdgeGroup, *ends: UpstreamOutcome, handed_on_by: str | None = 
 
 SUCCESS, FAILED = TerminalOutcome.SUCCESS, TerminalOutcome.FAILED
 CAME = (UpstreamOutcome(EARLIER, SUCCESS), UpstreamOutcome(CARRIER, SUCCESS))
-UNNOTED = UpstreamOutcome(CARRIER, FAILED, is_recorded=False)
 ANY_OF = JoinPolicy(JoinPolicyKind.ANY_OF, OnSatisfied.LET_RUN)
-STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
+REQUIRED_GUARDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
     "create": (build.create_flow(None, F, 86, "task", "n"), {no_flow}),
-    "add": (build.add_member(FLOW, FREE, None, EXECUTION), {flow, sheet}),
-    "add what is listed but does not know": (build.add_member(FLOW, FREE, MEMBERS[1], EXECUTION), {flow, sheet}),
+    "add": (build.add_member(FLOW, FREE, None, EXECUTION), {flow, execution}),
+    "add what is listed but does not know": (build.add_member(FLOW, FREE, MEMBERS[1], EXECUTION), {flow, execution}),
     "stage the first edge": (staged(None), {flow, no_join}),
     "stage another edge": (staged(GROUP), {flow, join}),
     "fix the first policy": (build.set_join_policy(FLOW, None, F, EXECUTION, ANY_OF), {flow, no_join}),
     "fix another policy": (build.set_join_policy(FLOW, EMPTY, F, EXECUTION, ANY_OF), {flow, join}),
     "tag": (build.set_flow_tag(FLOW, "a.b", "c"), {flow}),
-    "apply": (dependencies.apply_dependency(CHILD, UPSTREAM, EDGE, None, GROUP, APPLY), {join, sheet, upstream}),
+    "apply": (dependencies.apply_dependency(CHILD, UPSTREAM, EDGE, None, GROUP, APPLY), {join, execution, upstream}),
     "apply the first": (
         dependencies.apply_dependency(CHILD, UPSTREAM, EDGE, None, None, APPLY),
-        {no_join, sheet, upstream},
+        {no_join, execution, upstream},
     ),
     "wait": (waiting(GROUP), {held, join}),
     "wait for nobody": (waiting(None), {held, no_join}),
     "wait outside of a flow": (waiting(None, flow_id=None), {held}),
-    "promote": (dependencies.promote_blocked(BLOCKED, None), {sheet, no_join}),
-    "promote outside of a flow": (dependencies.promote_blocked(changed(BLOCKED, {"flow_id": None}), None), {sheet}),
+    "promote": (dependencies.promote_blocked(BLOCKED, None), {execution, no_join}),
+    "promote outside of a flow": (dependencies.promote_blocked(changed(BLOCKED, {"flow_id": None}), None), {execution}),
     "replay": (
         dependencies.replay_skipped_member(SKIPPED, GROUP, [DEPENDENCY], {U: UPSTREAM}),
-        {sheet, join, upstream},
+        {execution, join, upstream},
     ),
-    "count": (folded(TWO, UpstreamOutcome(DEPENDENCY, SUCCESS)), {join}),
+    "count": (resolved(TWO, UpstreamOutcome(DEPENDENCY, SUCCESS)), {join}),
     "count what is noted nowhere": (
-        folded(TWO, UpstreamOutcome(CARRIER, FAILED, is_recorded=False)),
-        {join, sheet, flow, carrier},
+        resolved(TWO, UpstreamOutcome(CARRIER, FAILED, is_recorded=False)),
+        {join, execution, flow, carrier},
     ),
-    "let run": (folded(GROUP, UpstreamOutcome(DEPENDENCY, SUCCESS)), {join, sheet}),
-    "skip": (folded(GROUP, UpstreamOutcome(DEPENDENCY, FAILED)), {join, sheet, flow}),
-    "hand on": (folded(TWO, CAME[1], handed_on_by=U), {join, sheet}),
-    "hand nothing on": (folded(TWO, CAME[1]), {join, carrier}),
-    "hand on what came earlier": (folded(TWO, *CAME, handed_on_by="u"), {join, sheet, carrier}),
+    "let run": (resolved(GROUP, UpstreamOutcome(DEPENDENCY, SUCCESS)), {join, execution}),
+    "skip": (resolved(GROUP, UpstreamOutcome(DEPENDENCY, FAILED)), {join, execution, flow}),
+    "hand on": (resolved(TWO, CAME[1], handed_on_by=U), {join, execution}),
+    "hand nothing on": (resolved(TWO, CAME[1]), {join, carrier}),
+    "hand on what came earlier": (resolved(TWO, *CAME, handed_on_by="u"), {join, execution, carrier}),
     "cancel": (header(CHILD), {flow}),
     "strike off": (flow_cancel.acknowledge_cancels(BACKLOG, PENDING), {backlog}),
     "forget a backlog": (flow_cancel.drop_backlog(BACKLOG), {backlog}),
     "spare": (
         flow_cancel.without_pending_cancel(dependencies.replay_skipped_member(SKIPPED, None, [], {}), BACKLOG, PENDING),
-        {sheet, backlog},
+        {execution, backlog},
     ),
     "drain": (flow_cancel.drain_siblings(ENTRY, FLAGGED), {entry, join}),
     "drain without a join": (flow_cancel.drain_siblings(ENTRY, None), {entry}),
@@ -151,7 +150,7 @@ STANDS: dict[str, tuple[Decision[Any], set[Guard]]] = {
 }
 
 
-@pytest.mark.parametrize(("decision", "guards"), STANDS.values(), ids=STANDS.keys())
+@pytest.mark.parametrize(("decision", "guards"), REQUIRED_GUARDS.values(), ids=REQUIRED_GUARDS.keys())
 def test_a_flow_change_guards_everything_it_was_decided_on(decision: Decision[Any], guards: set[Guard]) -> None:
     assert decision.change is not None
     assert set(decision.change.guards) == guards

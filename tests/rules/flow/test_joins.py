@@ -72,7 +72,7 @@ def child(**given: object) -> Execution:
         (group(JoinPolicyKind.ANY_OF, 3, 1), [SUCCESS] * 3, "satisfied already_fired already_fired"),
     ],
 )
-def test_the_worked_examples_folded_in_one_batch(
+def test_the_worked_examples_counted_in_one_batch(
     policy: EdgeGroup, outcomes: list[TerminalOutcome], verdicts: str
 ) -> None:
     assert [one.value for one in joins.count_outcomes(policy, settled(*outcomes)).verdicts] == verdicts.split()
@@ -134,7 +134,7 @@ def test_the_result_does_not_depend_on_order_or_batching(variant: JoinPolicyKind
 
 
 @given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=40), st.integers(1, 45))
-def test_a_batch_fold_equals_single_folds(outcomes: list[TerminalOutcome], k: int) -> None:
+def test_outcomes_counted_in_a_batch_equal_those_counted_singly(outcomes: list[TerminalOutcome], k: int) -> None:
     policy = group(JoinPolicyKind.QUORUM, len(outcomes), k)
     together = joins.count_outcomes(policy, settled(*outcomes))
     state, fired = GroupState.PENDING, None
@@ -179,14 +179,14 @@ def test_more_outcomes_than_edges_are_a_bug_and_change_nothing(bucket: str) -> N
     assert decision.change is None
 
 
-def folded(policy: EdgeGroup, *outcomes: TerminalOutcome, row: Execution | None = None) -> Change:
+def resolved(policy: EdgeGroup, *outcomes: TerminalOutcome, row: Execution | None = None) -> Change:
     decision = joins.resolve_join(policy, row, joins.count_outcomes(policy, settled(*outcomes)), JoinContext())
     assert decision.change is not None
     return decision.change
 
 
 def test_a_group_that_stays_pending_leaves_the_child_unchanged() -> None:
-    change = folded(group(JoinPolicyKind.ALL_OF, 2), SUCCESS, row=child())
+    change = resolved(group(JoinPolicyKind.ALL_OF, 2), SUCCESS, row=child())
 
     assert {guard.row for guard in change.guards} == {EdgeGroup}
     assert {write.row for write in change.writes if isinstance(write, Patch)} == {EdgeGroup, Dependency}
@@ -195,7 +195,7 @@ def test_a_group_that_stays_pending_leaves_the_child_unchanged() -> None:
 def test_a_group_that_fires_guards_its_child_even_if_the_child_is_unchanged() -> None:
     active = msgspec.structs.replace(child(), eligibility_state=EligibilityState.NOT_APPLICABLE)
 
-    change = folded(group(JoinPolicyKind.ALL_OF, 1), SUCCESS, row=active)
+    change = resolved(group(JoinPolicyKind.ALL_OF, 1), SUCCESS, row=active)
 
     assert {guard.row for guard in change.guards} == {EdgeGroup, Execution}
     assert Execution not in {write.row for write in change.writes if isinstance(write, Patch)}
@@ -213,7 +213,7 @@ def test_a_group_that_fires_guards_its_child_even_if_the_child_is_unchanged() ->
 def test_siblings_are_flagged_only_if_the_policy_requires_it(
     variant: JoinPolicyKind, then: OnSatisfied | None, outcome: TerminalOutcome, flags: str | None
 ) -> None:
-    change = folded(group(variant, 1, 1, then), outcome)
+    change = resolved(group(variant, 1, 1, then), outcome)
 
     listed = [
         write for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, PendingSiblingCancel)

@@ -6,7 +6,7 @@ from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.answers.limits import QuotaLimitKind, QuotaLimits
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.limits.quota import QuotaPolicy
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.limits.admission import KnownLimits, quota_refusal
@@ -75,4 +75,6 @@ def test_a_rate_refusal_says_when_to_retry() -> None:
 
     assert refused is not None
     assert (refused.hit, refused.wait_ms) == (QuotaLimitKind.RATE, 250)
+    # The detail is stored, so it contains no length of time: that would be wrong a moment later.
+    assert refused.detail == "quota policy: 1 start per window, all used"
     assert quota_refusal(POLICY, QuotaLimits(1, 1, 0), limit_answers.AlreadyAdmitted()) is None

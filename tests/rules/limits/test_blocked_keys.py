@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason, EligibilityState
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.limits import blocked_keys

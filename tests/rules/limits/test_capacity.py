@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.limits.budget import Budget, BudgetDimension
+from flowfabric.model.limits.quota import QuotaPolicy
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.limits import quota
@@ -81,6 +83,17 @@ def test_an_execution_that_has_a_slot_needs_no_capacity() -> None:
     assert capacity.admits(waiting("a", "policy"))
     assert not capacity.admits(waiting("a", "policy", replay_count=1)), "the slot is of an earlier run"
     assert not capacity.admits(waiting("b", "policy"))
+
+
+def test_slots_are_checked_only_of_policies_that_are_full() -> None:
+    capacity, rows = Capacity(), [waiting("a", "policy", "other"), waiting("b", "policy", "other")]
+    full = policy(POLICY, 1, "a")
+    capacity.add_policies({POLICY: replace(full, slots={}), OTHER: policy(OTHER, 1)}, NOW)
+    assert capacity.slots_to_check(rows) == [(POLICY, "a"), (POLICY, "b")]
+
+    capacity.add_slots(full.slots.values(), NOW)
+
+    assert [capacity.admits(row) for row in rows] == [True, False]
 
 
 def test_an_exhausted_or_corrupt_limit_admits_nothing() -> None:

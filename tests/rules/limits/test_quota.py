@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.change import Delete, Upsert
 from flowfabric.model.execution import Execution
-from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.rules.limits import quota
 from flowfabric.rules.limits.quota import AdmissionRequest, QuotaState
@@ -176,8 +176,8 @@ def test_without_a_cap_a_dead_slot_removes_only_what_it_counted() -> None:
     assert (moved, sorted(after.slots), after.root_or_new().active) == (True, ["b", "c"], 2)
 
 
-def provisional(state: QuotaState, call: int, *, cap: int = 1) -> tuple[Any, QuotaState]:
-    return quota.admit(state, asking("e", 0, cap, call, takes_over_slot=True, provisional=True), NOW)
+def provisional(state: QuotaState, call: int) -> tuple[Any, QuotaState]:
+    return quota.admit(state, asking("e", 0, 1, call, takes_over_slot=True, provisional=True), NOW)
 
 
 def active(state: QuotaState) -> int:
@@ -251,6 +251,19 @@ def test_the_state_of_an_admitted_row_decides_whether_its_slot_is_orphaned() -> 
     assert [(quota.is_life_over(row, one), quota.is_blocked_by_quota(row, one)) for one, _, _ in found] == [
         (is_over, is_held_up) for _, is_over, is_held_up in found
     ]
+
+
+def test_an_admission_is_kept_while_its_row_waits_for_a_worker_or_for_quota() -> None:
+    row = loaded(execution("e", replay_count=1))
+    waits = replace(row, lifecycle_phase=LifecyclePhase.RUNNABLE, eligibility_state=EligibilityState.ELIGIBLE_NOW)
+    held_up = replace(waits, eligibility_state=EligibilityState.BLOCKED_BY_QUOTA)
+    paused = replace(waits, eligibility_state=EligibilityState.BLOCKED_BY_LANE_STATE)
+    running = replace(waits, lifecycle_phase=LifecyclePhase.ACTIVE)
+    later = replace(waits, replay_count=2)
+
+    kept = [quota.keeps_admission(row, one) for one in (waits, held_up, paused, running, later)]
+
+    assert kept == [True, True, False, False, False]
 
 
 def test_an_expired_slot_is_dead_unless_its_execution_is_active() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.limits.unblock_order import credits_after, unblock_order
 from flowfabric.rules.scheduling import queue

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.model.change import Change, Delete, Upsert
+from flowfabric.model.limits.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import reservation as reservation_rules
 from flowfabric.rules.limits import usage

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from flowfabric.model.change import Delete, Guard, Upsert
-from flowfabric.model.worker import NotRegistered, RegisteredWorker, WorkerEvent
+from flowfabric.model.scheduling.worker import NotRegistered, RegisteredWorker, WorkerEvent
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.scheduling import workers
 
@@ -38,8 +38,8 @@ def test_a_worker_change_guards_the_record_and_its_time(
     assert change is not None
     assert change.guards == (Guard(RegisteredWorker, ("n", "wa-1"), revision),)
     assert (change.not_before, change.not_after) == (not_before, not_after)
-    [told] = [write.row for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, WorkerEvent)]
-    assert (told.event_at_ms, told.expires_at) == (NOW, NOW + 7 * DAY_MS)
+    [event] = [write.row for write in change.writes if isinstance(write, Upsert) and isinstance(write.row, WorkerEvent)]
+    assert (event.event_at_ms, event.expires_at) == (NOW, NOW + 7 * DAY_MS)
 
 
 def test_an_expired_worker_registers_anew_and_a_live_one_continues() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from flowfabric.errors import NotFound
-from flowfabric.model.api_token import ApiScope, ApiToken
+from flowfabric.model.security.api_token import ApiScope, ApiToken
 from flowfabric.rules.security import api_tokens
 
 ROW = ApiToken("t", "ci", "read,submit", "d1", created_at=0, namespaces='["a"]')

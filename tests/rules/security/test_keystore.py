@@ -22,7 +22,7 @@ from flowfabric.errors import (
 )
 from flowfabric.ids import ExecutionId
 from flowfabric.model.execution import Grant
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules.security import keystore
 from flowfabric.rules.security.grant_key import GrantFault, grant_id, sign_grant, verify_grant
 from flowfabric.rules.security.keystore import (
@@ -50,7 +50,7 @@ def key(kid: str, secret: str, expires_at: int | None = None, *, current: bool |
     return SigningKey(kid, secret, current=expires_at is None if current is None else current, expires_at=expires_at)
 
 
-def after(keys: SigningKeys, decision: KeyDecision) -> list[SigningKey]:
+def after(keys: SigningKeys, decision: KeyDecision[Any]) -> list[SigningKey]:
     """Return the keystore once a decision is written."""
     assert not isinstance(decision.answer, FabricError)
     rows = {row.kid: row for row in keys if row.kid not in decision.drop}

@@ -8,7 +8,7 @@ import hmac
 import pytest
 
 from flowfabric.handles import BackendTag, Handle, HandleFields, HandleKind
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules.security.grant_key import sign_grant
 from flowfabric.rules.security.signed_handle import PURPOSE, handle_keys, is_signed_handle, sign_handle
 from flowfabric.rules.security.waitpoint_token import mint_token

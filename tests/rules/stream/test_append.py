@@ -10,43 +10,25 @@ from hypothesis import strategies as st
 
 from flowfabric.errors import FabricError, StreamClosed
 from flowfabric.model.change import Change, Delete, Insert, Upsert
-from flowfabric.model.execution import Execution
-from flowfabric.model.states import (
-    AttemptState,
-    BlockingReason,
-    EligibilityState,
-    LifecyclePhase,
-    OwnershipState,
-    PublicState,
-    TerminalOutcome,
-)
+from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.stream import Frame, FrameMode, Stream, StreamSummary
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream.append import Appended, BestEffort, FrameArgs
 from flowfabric.rules.stream.read import StreamPosition, first_page
+from tests.stores.sample_rows import execution, loaded
 
-ROW = Execution(
-    execution_id="e",
-    partition=1,
-    namespace="n",
-    lane_id="l",
-    priority=0,
-    created_at=0,
-    last_transition_at=0,
-    last_mutation_at=0,
-    lifecycle_phase=LifecyclePhase.ACTIVE,
-    ownership_state=OwnershipState.LEASED,
-    eligibility_state=EligibilityState.NOT_APPLICABLE,
-    blocking_reason=BlockingReason.NONE,
-    terminal_outcome=TerminalOutcome.NONE,
-    attempt_state=AttemptState.RUNNING_ATTEMPT,
-    public_state=PublicState.ACTIVE,
-    attempt_index=0,
-    attempt_id="a",
-    lease_id="x",
-    lease_epoch=1,
-    lease_expires_at=10**15,
+ROW = loaded(
+    execution(
+        "e",
+        lifecycle_phase=LifecyclePhase.ACTIVE,
+        ownership_state=OwnershipState.LEASED,
+        attempt_index=0,
+        attempt_id="a",
+        lease_id="x",
+        lease_epoch=1,
+        lease_expires_at=10**15,
+    )
 )
 
 
@@ -103,11 +85,11 @@ batches = st.lists(st.tuples(st.lists(modes, min_size=1, max_size=200), st.integ
 @settings(deadline=None, max_examples=60)
 @given(batches)
 def test_ids_grow_and_exactly_the_newest_frames_are_kept(played: list[tuple[list[FrameMode], int]]) -> None:
-    stored, now, kept, told = StoredStream(), 1000, list[int](), list[Appended]()
+    stored, now, kept, appended = StoredStream(), 1000, list[int](), list[Appended]()
     for asked, passed in played:
         now = max(1, now + passed)
         answers = stored.append([ask(mode, ttl_ms=60_000) for mode in asked], now)
-        told += [answer for answer in answers if isinstance(answer, Appended)]
+        appended += [answer for answer in answers if isinstance(answer, Appended)]
         assert stored.stream is not None
         for mode in asked:
             kept.append(len(kept) + 1 if not kept else kept[-1] + 1)
@@ -116,9 +98,9 @@ def test_ids_grow_and_exactly_the_newest_frames_are_kept(played: list[tuple[list
                 kept = kept[-limit:]
         if FrameMode.BEST_EFFORT not in asked:
             assert stored.visible[-len(kept) :] == kept
-    ids = [tuple(map(int, one.stream_id.split("-"))) for one in told]
+    ids = [tuple(map(int, one.stream_id.split("-"))) for one in appended]
     assert ids == sorted(set(ids))
-    assert [one.frame_count for one in told] == list(range(1, len(told) + 1))
+    assert [one.frame_count for one in appended] == list(range(1, len(appended) + 1))
     assert len(stored.frames) <= len(stored.visible) + append_rules.PAGE
     order = sorted(stored.frames.values(), key=lambda frame: (frame.ms, frame.seq))
     assert [frame.number for frame in order] == sorted(frame.number for frame in order)

@@ -238,11 +238,11 @@ def test_names_and_keys_are_listed_in_order_of_occurrence() -> None:
 def test_sources_with_long_names_are_distinguished_at_low_cost() -> None:
     condition, long = Count(3, CountKind.DISTINCT_SOURCES, ("k",)), "x" * 60_000
     progress: Progress = {}
-    told = []
+    effects = []
     for source in (long + "a", long + "b", long + "a", long[:50], long + "c"):
         effect, progress = apply_signal(condition, progress, IncomingSignal("wp-k", "k", "s", "go", "user", source))
-        told.append(effect)
+        effects.append(effect)
 
     appended, repeated = SignalEffect.APPENDED, SignalEffect.DUPLICATE
-    assert told == [appended, appended, repeated, SignalEffect.SATISFIED, SignalEffect.SATISFIED]
+    assert effects == [appended, appended, repeated, SignalEffect.SATISFIED, SignalEffect.SATISFIED]
     assert sum(map(len, progress["<root>"])) < 500

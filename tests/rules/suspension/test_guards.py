@@ -13,7 +13,7 @@ import pytest
 from flowfabric.model.change import Change, Delete, Guard, LeaseCheck, LeaseRequirement, Upsert
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import AttemptState, LifecyclePhase
 from flowfabric.model.suspension import IdempotencyRecord, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules.decision import Decision
@@ -68,8 +68,8 @@ def guarded_change(decision: Decision[Any], lease: LeaseCheck | None, root: int 
     """Return the change after checking that it guards the execution and the suspension as they were loaded."""
     change = decision.change
     assert change is not None
-    sheet = Guard(Execution, (EXECUTION,), 7, lease)
-    assert set(change.guards) == {sheet, Guard(Suspension, (EXECUTION,), root)}
+    execution = Guard(Execution, (EXECUTION,), 7, lease)
+    assert set(change.guards) == {execution, Guard(Suspension, (EXECUTION,), root)}
     return change
 
 
@@ -91,7 +91,14 @@ def test_a_manual_resume_guards_what_was_loaded() -> None:
 @pytest.mark.parametrize("names", [("g",), ("g", "late")])
 def test_a_park_guards_what_was_loaded_and_the_lease(names: tuple[str, ...]) -> None:
     decision = park_rules.park(
-        HELD, ROOT, {}, names, suspension_id="s2", reason_code="x", fence=FENCE, holder=HOLDER, now=NOW
+        park_rules.ParkRows(HELD, ROOT),
+        (),
+        names,
+        suspension_id="s2",
+        reason_code="x",
+        fence=FENCE,
+        holder=HOLDER,
+        now=NOW,
     )
     guarded_change(decision, LIVE)
 
@@ -182,8 +189,8 @@ def test_a_new_waitpoint_guards_what_was_loaded_and_the_lease(root: Suspension |
     change = waitpoint_rules.create_waitpoint(HELD, root, [KEY], FENCE, 0, **asked).change
 
     assert change is not None
-    sheet, none = Guard(Execution, (EXECUTION,), 7, LIVE), Guard(Suspension, (EXECUTION,), None)
-    assert change.guards == ((sheet, none) if root is None else (sheet,))
+    execution, none = Guard(Execution, (EXECUTION,), 7, LIVE), Guard(Suspension, (EXECUTION,), None)
+    assert change.guards == ((execution, none) if root is None else (execution,))
 
 
 GONE_OR_NOT_DUE: list[tuple[Execution | None, Suspension | None, Waitpoint | None]] = [
@@ -195,8 +202,8 @@ GONE_OR_NOT_DUE: list[tuple[Execution | None, Suspension | None, Waitpoint | Non
 ]
 
 
-@pytest.mark.parametrize(("sheet", "root", "place"), GONE_OR_NOT_DUE)
+@pytest.mark.parametrize(("execution", "root", "place"), GONE_OR_NOT_DUE)
 def test_a_waitpoint_that_changed_since_it_was_selected_is_left_unchanged(
-    sheet: Execution | None, root: Suspension | None, place: Waitpoint | None
+    execution: Execution | None, root: Suspension | None, place: Waitpoint | None
 ) -> None:
-    assert waitpoint_rules.expire_pending(sheet, root, place, NOW) == Decision(False)
+    assert waitpoint_rules.expire_pending(execution, root, place, NOW) == Decision(False)

@@ -18,7 +18,7 @@ from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion, Gate, GateKind
 from flowfabric.model.instant import FromNow
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import public_state
 from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Suspension, TimeoutBehavior, Waitpoint
 from flowfabric.rules.decision import Decision
@@ -151,7 +151,14 @@ def _open(kind: GateKind, **given: Any) -> Rule:
 
 def _park(row: Row, root: Root, waitpoint: Place, fence: Fence) -> Decision[Any]:
     return park_rules.park(
-        row, root, {}, ("g",), suspension_id="s2", reason_code="x", fence=fence, holder=HOLDER, now=NOW
+        park_rules.ParkRows(row, root),
+        (),
+        ("g",),
+        suspension_id="s2",
+        reason_code="x",
+        fence=fence,
+        holder=HOLDER,
+        now=NOW,
     )
 
 
@@ -223,7 +230,7 @@ def _assert_sound(rule: Rule, row: Row, root: Root, waitpoint: Place, fence: Fen
     guarded = {(guard.row, guard.key): guard.revision for guard in decision.change.guards}
     assert guarded, "a change is decided on something"
     if row is not None:
-        assert guarded[Execution, (E,)] == row.revision, "whatever is written of its waits, its sheet is guarded"
+        assert guarded[Execution, (E,)] == row.revision, "whatever is written of its waits, its row is guarded"
     if any(_writes_root(write) for write in decision.change.writes):
         assert guarded[Suspension, (E,)] == (None if root is None else root.revision)
     for write in decision.change.writes:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
+from flowfabric.engine.durable.child_completions import ChildCompletions
 from flowfabric.ids import ExecutionId, partition_of
-from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
-from flowfabric.model.gate import GateOutcome
+from flowfabric.model.gate import ChildCompletion, GateOutcome
 from flowfabric.model.states import PublicState
 from flowfabric.rules.durable.park import GatesReady
 from flowfabric.stores.queries import Scan
@@ -33,6 +33,31 @@ async def test_the_completion_of_all_children_resumes_the_parent(function: Durab
 
     assert await env.vector(function.e) == RESUMABLE
     assert (await function.memo("both")).ended_as is GateOutcome.SATISFIED
+
+
+async def test_the_sweep_delivers_the_completions_of_a_parent_together(
+    function: DurableFunction, env: Env, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delivery each would cost round trips in proportion to the square of their number."""
+    deliveries: list[str] = []
+    deliver = ChildCompletions.deliver
+
+    async def count(self: ChildCompletions, parent_id: str) -> int:
+        deliveries.append(parent_id)
+        return await deliver(self, parent_id)
+
+    monkeypatch.setattr(ChildCompletions, "deliver", count)
+    children = [await function.create_child() for _ in range(6)]
+    await function.children("all", *(child.execution_id for child in children))
+    await function.park("all")
+    env.engine.runtime.write_listeners.pop(ChildCompletion)
+    for child in children:
+        await function.engine.complete(child.handle)
+
+    await env.engine.sweep_once("child_ends")
+
+    assert await env.vector(function.e) == RESUMABLE
+    assert len(deliveries) <= 2, "the first one, and one for those that asked meanwhile"
 
 
 async def test_the_completion_of_a_child_closes_no_other_gate(function: DurableFunction, env: Env) -> None:
@@ -60,21 +85,7 @@ async def test_a_child_that_completes_while_its_gate_is_opened_counts(
     child = await function.create_child()
     if waits_already:
         await function.timer("nap", 60_000)
-    engine = function.engine
-    add = engine.runtime.commit_queue.add
-
-    def after_the_end(change: Change) -> asyncio.Future[int | None]:
-        """Commit the decision only after the child completed and was delivered."""
-        monkeypatch.setattr(engine.runtime.commit_queue, "add", add)
-
-        async def write() -> int | None:
-            await engine.complete(child.handle)
-            await engine.child_completions.drain()
-            return await add(change)
-
-        return asyncio.ensure_future(write())
-
-    monkeypatch.setattr(engine.runtime.commit_queue, "add", after_the_end)
+    function.complete_before_the_next_commit(child, monkeypatch)
 
     assert closed(await function.children("one", child.execution_id)).ended_as is GateOutcome.SATISFIED
 
@@ -84,8 +95,7 @@ async def test_the_completion_of_a_child_of_a_purged_parent_is_discarded(functio
     other_parent = DurableFunction(env, function.waits, (claim := await env.create_and_claim()).execution_id, claim)
     other = await other_parent.create_child()
     await function.engine.complete(function.claim.handle)
-    env.clock.advance_ms(25 * DAY_MS // 24)
-    await env.engine.sweep_once("retention_trimmer")
+    await env.sweep("retention_trimmer", after_ms=25 * DAY_MS // 24)
     assert await env.engine.describe_execution(function.e) is None
 
     for one in (child, other):

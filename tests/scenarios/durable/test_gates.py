@@ -48,7 +48,7 @@ async def test_a_gate_that_closes_closes_the_suspension_on_it(
     await function.resume()
     env.clock.advance_ms(HOUR)
     async with env.unchanged():
-        assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
+        assert await env.sweep("suspension_timeout") == 0
     await env.expire_lease(function.claim)
     function.claim = await env.grant_and_reclaim(function.e)
     await waits.suspend(function.claim)

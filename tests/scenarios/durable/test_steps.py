@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
+from flowfabric.model.gate import StepState
 from flowfabric.rules.durable.park import GatesReady
 from tests.scenarios.durable_function import HOUR, DurableFunction, opened
 from tests.scenarios.env import LEASE_MS, Env
@@ -20,6 +21,33 @@ async def test_the_first_record_of_a_step_is_kept(function: DurableFunction, env
     assert again == first
     assert other.result == b"another"
     assert await function.engine.read_steps(function.e) == [first, other]
+
+
+async def test_steps_are_listed_in_the_order_in_which_they_began(function: DurableFunction, env: Env) -> None:
+    began = env.now
+    env.clock.advance_ms(50)
+    record, handle = function.engine.record_step, function.claim.handle
+    quick = await record(handle, "zip", 0, b"1", started_at=began + 20, number=1)
+    older = await record(handle, "old", 0, b"2", number=2)  # by a release that does not know when it began
+    slow = await record(handle, "pay", 0, b"3", started_at=began, number=3)
+    failed = await record(handle, "abc", 0, b"4", started_at=began + 10, state=StepState.FAILED, number=4)
+
+    assert (slow.started_at, slow.recorded_at, older.started_at) == (began, env.now, None)
+    assert (await record(handle, "pay", 0, b"3", started_at=began + 1)).started_at == began
+    assert await function.engine.read_steps(function.e) == [slow, failed, quick, older]
+
+
+@pytest.mark.parametrize("started_at", [-1, 2**63, True, 1.5, "1"])
+async def test_a_start_that_is_no_instant_is_refused(function: DurableFunction, started_at: object) -> None:
+    with pytest.raises(errors.InvalidInput):
+        await function.engine.record_step(
+            function.claim.handle,
+            "pay",
+            0,
+            b"receipt",
+            started_at=started_at,  # type: ignore[arg-type]
+        )
+    assert await function.engine.read_steps(function.e) == []
 
 
 async def test_steps_survive_takeovers_and_failures_but_not_the_replay_of_a_success(

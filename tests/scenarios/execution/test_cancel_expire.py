@@ -75,7 +75,7 @@ async def test_cancelling_an_execution_that_was_never_claimed_ends_it_without_an
     env.clock.advance_ms(5000)
     async with env.unchanged():
         assert await env.claim_next(capabilities={"gpu"}) is None
-        assert (await env.engine.sweep_once("delayed_promoter")).processed == 0
+        assert await env.sweep("delayed_promoter") == 0
 
 
 @pytest.mark.spec("EX-053")
@@ -90,8 +90,7 @@ async def test_cancelling_an_unclaimed_execution_needs_no_fence_from_any_source(
 
 @pytest.mark.spec("EX-054")
 async def test_an_operator_cancel_revokes_the_lease_of_an_active_execution(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     env.clock.advance_ms(10)
 
     assert await env.engine.cancel_execution(e, reason="stop") == Cancelled(e)
@@ -113,8 +112,8 @@ async def test_an_operator_cancel_revokes_the_lease_of_an_active_execution(env: 
 @pytest.mark.spec("EX-054")
 async def test_a_cancel_by_the_lease_holder_requires_its_fence(env: Env) -> None:
     engine = env.engine
-    claim = await env.create_and_claim()
-    e, other = claim.execution_id, "99999999-9999-4999-8999-999999999999"
+    claim, e = await env.create_claimed()
+    other = "99999999-9999-4999-8999-999999999999"
 
     for fence in (Fence(), Fence(lease_id=claim.lease_id), Fence(lease_epoch=1, attempt_id=claim.attempt_id)):
         async with env.refused(errors.InvalidInput, "fence_required"):
@@ -160,8 +159,7 @@ async def test_a_cancel_of_a_terminal_execution_is_idempotent_or_refused(env: En
 
 @pytest.mark.spec("EX-056")
 async def test_a_cancel_during_retry_backoff_ends_the_execution(env: Env) -> None:
-    claim = await env.create_and_claim(policy=retries(1))
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=retries(1))
     await env.engine.fail(claim.handle, reason="flaky")
 
     await env.engine.cancel_execution(e)
@@ -179,8 +177,7 @@ async def test_a_cancel_during_retry_backoff_ends_the_execution(env: Env) -> Non
 @pytest.mark.spec("EX-056")
 @pytest.mark.parametrize("end", ["cancel", "expire"])
 async def test_an_interrupted_attempt_ends_with_its_execution(env: Env, end: str) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await env.delay(claim)
     env.clock.advance_ms(10)
 
@@ -199,8 +196,7 @@ async def test_an_interrupted_attempt_ends_with_its_execution(env: Env, end: str
 
 @pytest.mark.spec("EX-057")
 async def test_a_repeated_cancel_by_handle_succeeds_for_the_current_holder_only(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     assert await env.engine.cancel(claim.handle, reason="mine") == Cancelled(e)
     assert (await env.core(e))["cancelled_by"] == "worker"
     async with env.unchanged():
@@ -230,8 +226,7 @@ async def test_a_stale_handle_may_cancel_an_execution_that_is_already_cancelled(
 @pytest.mark.spec("EX-058")
 @pytest.mark.parametrize("lease", ["live", "expired", "revoked"])
 async def test_expiring_an_active_execution_ends_it_and_its_attempt(env: Env, lease: str) -> None:
-    claim = await env.create_and_claim(policy=retries(3))
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=retries(3))
     if lease == "expired":
         await env.expire_lease(claim)
     elif lease == "revoked":
@@ -275,10 +270,10 @@ async def test_an_unclaimed_execution_expires_at_its_deadline(env: Env, state: A
     e = await state(env)
     assert (await env.core(e))["execution_deadline_at"] == t
     env.clock.now = t - 1
-    assert (await env.engine.sweep_once("execution_deadline")).processed == 0
+    assert await env.sweep("execution_deadline") == 0
     env.clock.now = t
 
-    assert (await env.engine.sweep_once("execution_deadline")).processed == 1
+    assert await env.sweep("execution_deadline") == 1
 
     assert await env.vector(e) == terminal("expired", "pending_first_attempt")
     core = await env.core(e)
@@ -297,7 +292,7 @@ async def test_a_deadline_covers_retries_and_delays(env: Env) -> None:
     named = await env.create_and_claim(claim={"execution_deadline_at": t})
     env.clock.now = t
 
-    assert (await env.engine.sweep_once("execution_deadline")).processed == 3
+    assert await env.sweep("execution_deadline") == 3
 
     for one in (claim, parked, named):
         assert await env.vector(one.execution_id) == terminal("expired")
@@ -315,9 +310,9 @@ async def assert_times_out_at(env: Env, e: str, instant: int) -> None:
     """Assert that the sweep expires the execution at the instant and not a millisecond before."""
     assert (await env.core(e))["attempt_timeout_at"] == instant
     env.clock.now = instant - 1
-    assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+    assert await env.sweep("attempt_timeout") == 0
     env.clock.now = instant
-    assert (await env.engine.sweep_once("attempt_timeout")).processed == 1
+    assert await env.sweep("attempt_timeout") == 1
     assert await env.vector(e) == terminal("expired")
     assert (await env.core(e))["failure_reason"] == "attempt_timeout"
 
@@ -338,7 +333,7 @@ async def test_a_retry_clears_the_attempt_timeout(env: Env) -> None:
     await env.engine.fail(claim.handle, reason="flaky")
     env.clock.now = t + 1000
     async with env.unchanged():
-        assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+        assert await env.sweep("attempt_timeout") == 0
     await env.promote(claim.execution_id)
     await env.grant_and_claim(claim.execution_id)
 
@@ -355,7 +350,7 @@ async def test_a_resumed_attempt_keeps_its_remaining_timeout(env: Env, method: s
     await env.delay(claim, 5000)
     assert "attempt_timeout_at" not in await env.core(e)
     env.clock.now = t + 1000
-    assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+    assert await env.sweep("attempt_timeout") == 0
     await env.promote(e)
     env.clock.advance_ms(77)
     u = env.now
@@ -479,8 +474,7 @@ async def test_a_timeout_of_zero_sets_no_timer(env: Env) -> None:
         await env.create_and_claim(),
     ):
         assert "attempt_timeout_at" not in await env.core(claim.execution_id)
-    env.clock.advance_ms(10)
-    assert (await env.engine.sweep_once("attempt_timeout")).processed == 0
+    assert await env.sweep("attempt_timeout", after_ms=10) == 0
 
 
 async def test_an_attempt_completes_before_its_timeout(env: Env) -> None:

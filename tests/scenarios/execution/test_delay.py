@@ -16,8 +16,7 @@ from tests.scenarios.env import ACTIVE, DELAYED, RESUMABLE, Env
 @pytest.mark.spec("EX-050")
 async def test_a_delayed_attempt_resumes_under_a_new_lease(env: Env) -> None:
     deadline = env.now + 90_000
-    claim = await env.create_and_claim(execution_deadline_at=deadline)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(execution_deadline_at=deadline)
     before = await env.core(e)
     env.clock.advance_ms(100)
     t = env.now
@@ -51,7 +50,7 @@ async def test_a_delayed_attempt_resumes_under_a_new_lease(env: Env) -> None:
     env.clock.now = t + 999
     assert await env.engine.promote_delayed(e) is Promotion.NOT_YET_DUE
     env.clock.now = t + 1000
-    assert (await env.engine.sweep_once("delayed_promoter")).processed == 1
+    assert await env.sweep("delayed_promoter") == 1
     assert await env.vector(e) == RESUMABLE
     resumed = await env.grant_and_resume(e, "wb")
 
@@ -90,20 +89,18 @@ async def test_a_worker_claim_resumes_a_delayed_attempt(env: Env) -> None:
 @pytest.mark.spec("EX-050")
 @pytest.mark.parametrize("early", [1, 0, 10**9])
 async def test_a_delay_into_the_past_is_promoted_by_the_next_sweep(env: Env, early: int) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
 
     assert await env.engine.delay(claim.handle, delay_until=env.now - early) == Delayed(e)
 
     assert await env.vector(e) == DELAYED
-    assert (await env.engine.sweep_once("delayed_promoter")).processed == 1
+    assert await env.sweep("delayed_promoter") == 1
     assert await env.vector(e) == RESUMABLE
 
 
 @pytest.mark.spec("EX-051")
 async def test_wait_children_without_dependencies_makes_the_execution_claimable_at_once(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     env.clock.advance_ms(10)
 
     assert await env.engine.wait_children(claim.handle) == Moved(e, PublicState.WAITING)
@@ -121,8 +118,7 @@ async def test_wait_children_without_dependencies_makes_the_execution_claimable_
 
 @pytest.mark.spec("EX-052")
 async def test_a_handle_from_before_a_delay_is_refused(env: Env) -> None:
-    claim = await env.create_and_claim("wa")
-    e = claim.execution_id
+    claim, e = await env.create_claimed("wa")
     await env.delay(claim)
     facts: dict[str, Any] = {"lifecycle_phase": "runnable", "terminal_outcome": "none", "lease_epoch": 1}
     for verb in (env.engine.complete, env.engine.wait_children, env.engine.renew):

@@ -39,8 +39,7 @@ def retries(count: int, categories: tuple[str, ...] = (), **backoff: Any) -> dic
 async def test_complete_ends_the_execution_and_releases_its_lease(env: Env) -> None:
     t0 = env.now
     policy = {"timeout_policy": {"attempt_timeout_ms": 20_000}}
-    claim = await env.create_and_claim(policy=policy, execution_deadline_at=t0 + 25_000)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=policy, execution_deadline_at=t0 + 25_000)
     before = await env.core(e)
     assert before["attempt_timeout_at"] == t0 + 20_000
     assert before["execution_deadline_at"] == t0 + 25_000
@@ -78,13 +77,12 @@ async def test_complete_ends_the_execution_and_releases_its_lease(env: Env) -> N
     env.clock.advance_ms(60_000)
     async with env.unchanged():
         for sweep in ("attempt_timeout", "execution_deadline", "lease_expiry"):
-            assert (await env.engine.sweep_once(sweep)).processed == 0
+            assert await env.sweep(sweep) == 0
 
 
 @pytest.mark.spec("EX-041")
 async def test_a_second_complete_by_the_same_holder_changes_nothing(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await env.engine.complete(claim.handle, result=b"R1")
     env.clock.advance_ms(LEASE_MS * 2)
 
@@ -103,8 +101,7 @@ async def test_a_second_complete_by_the_same_holder_changes_nothing(env: Env) ->
 @pytest.mark.spec("EX-042")
 async def test_an_operator_override_completes_without_a_fence(env: Env) -> None:
     engine, override = env.engine, "operator_override"
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     for source in (None, "someone"):
         async with env.refused(errors.InvalidInput, "fence_required"):
             await engine.complete(execution_id=e, source=source)
@@ -133,8 +130,7 @@ async def test_an_operator_override_completes_without_a_fence(env: Env) -> None:
 
 async def test_blank_fence_fields_count_as_missing(env: Env) -> None:
     engine, blank = env.engine, Fence("", None, "")
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     async with env.refused(errors.InvalidInput, "fence_required"):
         await engine.complete(execution_id=e, fence=blank)
     async with env.refused(errors.InvalidInput, "fence_required"):
@@ -158,8 +154,7 @@ async def test_a_result_is_stored_as_it_was_given_even_when_empty(env: Env) -> N
 @pytest.mark.parametrize("why", ["no policy", "no retries", "unparsable", "permanent", "cancelled"])
 async def test_a_failure_that_cannot_be_retried_is_terminal(env: Env, why: str) -> None:
     policy = None if why == "no policy" else retries(0 if why == "no retries" else 3)
-    claim = await env.create_and_claim(policy=policy)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=policy)
     env.clock.advance_ms(10)
     category = why if why in ("permanent", "cancelled") else "x"
     own = "{not json" if why == "unparsable" else None
@@ -190,8 +185,7 @@ async def test_a_blank_retry_policy_keeps_the_policy_of_the_execution(env: Env) 
 @pytest.mark.spec("EX-045")
 async def test_a_retryable_failure_schedules_a_retry(env: Env) -> None:
     deadline = env.now + 90_000
-    claim = await env.create_and_claim(policy=retries(2), execution_deadline_at=deadline)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=retries(2), execution_deadline_at=deadline)
     env.clock.advance_ms(10)
     t = env.now
 
@@ -237,8 +231,7 @@ async def test_a_retryable_failure_schedules_a_retry(env: Env) -> None:
 @pytest.mark.spec("EX-046")
 async def test_a_retry_attempt_records_its_lineage(env: Env) -> None:
     t0 = env.now
-    claim = await env.create_and_claim(policy=retries(2))
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=retries(2))
     await env.engine.fail(claim.handle, reason="flaky")
     await env.promote(e)
     assert env.now == t0 + 500
@@ -298,8 +291,7 @@ async def test_jitter_spreads_the_first_backoff(env: Env, chance: float, delay_m
 
 @pytest.mark.spec("EX-048")
 async def test_only_retryable_categories_are_retried(env: Env) -> None:
-    claim = await env.create_and_claim(policy=retries(5, ("rate_limit",)))
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=retries(5, ("rate_limit",)))
     assert isinstance(await env.engine.fail(claim.handle, reason="r", category="rate_limit"), RetryScheduled)
     await env.promote(e)
     again = await env.grant_and_claim(e)
@@ -319,8 +311,7 @@ async def test_only_retryable_categories_are_retried(env: Env) -> None:
 async def test_one_of_a_concurrent_complete_and_cancel_wins(env: Env, first: str, processes: int) -> None:
     engine = env.engine
     operator = engine if processes == 1 else Engine(engine.store, minter=SeededMinter(9))
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     calls: dict[str, Callable[[], Awaitable[Any]]] = {
         "complete": lambda: engine.complete(claim.handle, result=b"R"),
         "cancel": lambda: operator.cancel_execution(e, reason="stop"),
@@ -349,8 +340,7 @@ async def test_one_of_a_concurrent_complete_and_cancel_wins(env: Env, first: str
 @pytest.mark.spec("EX-049")
 async def test_exactly_one_of_many_concurrent_terminal_calls_wins(env: Env) -> None:
     engine, other = env.engine, Engine(env.engine.store, minter=SeededMinter(9))
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
 
     answers: tuple[Any, ...] = await asyncio.gather(
         other.expire_execution(e),

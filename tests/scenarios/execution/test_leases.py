@@ -41,8 +41,8 @@ OTHER = "99999999-9999-4999-8999-999999999999"
 
 @pytest.mark.spec("EX-032")
 async def test_a_renewal_extends_or_shortens_the_lease(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e, t = claim.execution_id, env.now
+    claim, e = await env.create_claimed()
+    t = env.now
     before = await env.core(e)
 
     env.clock.now = t + 10_000
@@ -101,8 +101,7 @@ async def test_renewals_do_not_displace_other_lease_history_entries(env: Env, mo
 
 @pytest.mark.spec("EX-033")
 async def test_a_renewal_at_the_expiry_instant_is_refused_and_marks_the_lease_expired(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     before = await env.core(e)
     env.clock.advance_ms(LEASE_MS - 1)
     await env.engine.renew(claim.handle, lease_ttl_ms=1)
@@ -139,8 +138,8 @@ async def test_a_clock_that_goes_back_does_not_revive_an_expired_lease(env: Env)
 
 @pytest.mark.spec("EX-034")
 async def test_a_renewal_requires_the_complete_and_current_fence(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e, fence = claim.execution_id, fence_of(claim)
+    claim, e = await env.create_claimed()
+    fence = fence_of(claim)
 
     async def renew(fence: Fence, index: int = 0, source: str | None = None) -> Any:
         return await env.engine.renew(
@@ -192,8 +191,7 @@ async def test_mark_lease_expired_if_due_reports_what_it_did(env: Env) -> None:
     waiting = await env.create()
     revoked = await env.create_and_claim()
     await env.revoke_lease(revoked)
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    _, e = await env.create_claimed()
     before = await env.core(e)
 
     async with env.unchanged():
@@ -221,12 +219,11 @@ async def test_mark_lease_expired_if_due_reports_what_it_did(env: Env) -> None:
 @pytest.mark.spec("EX-035")
 async def test_the_lease_expiry_sweep_marks_expired_leases_only(env: Env) -> None:
     expired, renewed = await env.create_and_claim(), await env.create_and_claim()
-    env.clock.advance_ms(LEASE_MS - 1)
-    assert (await env.engine.sweep_once("lease_expiry")).processed == 0
+    assert await env.sweep("lease_expiry", after_ms=LEASE_MS - 1) == 0
     await env.engine.renew(renewed.handle)
     env.clock.advance_ms(1)
 
-    assert (await env.engine.sweep_once("lease_expiry")).processed == 1
+    assert await env.sweep("lease_expiry") == 1
 
     assert await env.vector(expired.execution_id) == EXPIRED_LEASE
     assert await env.vector(renewed.execution_id) == ACTIVE
@@ -234,8 +231,7 @@ async def test_the_lease_expiry_sweep_marks_expired_leases_only(env: Env) -> Non
 
 @pytest.mark.spec("EX-037")
 async def test_progress_updates_change_only_the_progress_fields(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     before, events = await env.core(e), (await env.dump())["events"]
 
     core: dict[str, Any] = {}
@@ -278,8 +274,7 @@ async def test_progress_without_a_live_lease_is_refused_and_writes_nothing(env: 
 @pytest.mark.spec("EX-038")
 async def test_a_revoked_lease_refuses_its_holder(env: Env) -> None:
     engine = env.engine
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     before = await env.core(e)
     env.clock.advance_ms(10)
 
@@ -319,8 +314,7 @@ async def test_a_revoked_lease_refuses_its_holder(env: Env) -> None:
 @pytest.mark.spec("EX-038")
 @pytest.mark.parametrize("action", ["reclaim", "takeover", "cancel", "expire"])
 async def test_a_revoked_execution_can_be_reclaimed_cancelled_or_expired(env: Env, action: str) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await env.revoke_lease(claim)
 
     match action:
@@ -339,8 +333,7 @@ async def test_a_revoked_execution_can_be_reclaimed_cancelled_or_expired(env: En
 @pytest.mark.spec("EX-038")
 async def test_revoke_lease_reports_what_it_did(env: Env) -> None:
     engine = env.engine
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     waiting = await env.create()
 
     async with env.refused(errors.NotFound, entity="execution"):
@@ -407,5 +400,5 @@ async def test_the_lease_expiry_sweep_ignores_waiting_executions(env: Env) -> No
     e = await env.create()
     env.clock.advance_ms(LEASE_MS)
 
-    assert (await env.engine.sweep_once("lease_expiry")).processed == 0
+    assert await env.sweep("lease_expiry") == 0
     assert await env.vector(e) == WAITING

@@ -153,8 +153,7 @@ async def test_every_outcome_can_be_replayed(env: Env, method: str) -> None:
         await env.reclaim(claim.execution_id, max_reclaim_count=0)
 
     for end in (failed, cancelled, expired, capped):
-        claim = await env.create_and_claim()
-        e = claim.execution_id
+        claim, e = await env.create_claimed()
         await end(claim)
         await engine.replay_execution(e)
         assert await env.vector(e) == REPLAYED
@@ -211,8 +210,7 @@ async def test_a_replay_is_refused_before_the_end_and_beyond_its_limit(env: Env,
 @pytest.mark.spec("EX-077")
 async def test_a_replay_does_not_reset_the_retry_count(env: Env) -> None:
     engine = env.engine
-    claim = await env.create_and_claim(policy=retries(1))
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=retries(1))
     assert isinstance(await engine.fail(claim.handle, reason="one"), RetryScheduled)
     await env.promote(e)
     assert await engine.fail((await env.grant_and_claim(e)).handle, reason="two") == TerminalFailed(e)

@@ -9,7 +9,6 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.clock import StoreClockEstimate
-from flowfabric.engine.operations import reads
 from flowfabric.ids import MissingTag
 from flowfabric.model.answers.execution import Created, RetryScheduled
 from flowfabric.model.states import (
@@ -108,8 +107,8 @@ async def test_the_attempt_index_and_the_attempt_count_advance_with_each_new_att
 @pytest.mark.spec("EX-080")
 async def test_an_execution_is_purged_when_its_retention_ends(env: Env) -> None:
     engine = env.engine
-    claim = await env.create_and_claim(tags={"a.b": "c"}, input_payload=b"in")
-    e, waiting = claim.execution_id, await env.create()
+    claim, e = await env.create_claimed(tags={"a.b": "c"}, input_payload=b"in")
+    waiting = await env.create()
     await engine.complete(claim.handle, result=b"R")
     done = env.now
 
@@ -141,8 +140,7 @@ async def test_an_execution_is_purged_when_its_retention_ends(env: Env) -> None:
 @pytest.mark.parametrize("goes_back_ms", [0, 5000])
 async def test_the_lease_history_excludes_an_earlier_execution_with_the_same_id(env: Env, goes_back_ms: int) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 0}}
-    earlier = await env.create_and_claim(policy=policy)
-    e = earlier.execution_id
+    earlier, e = await env.create_claimed(policy=policy)
     await env.engine.complete(earlier.handle)
     await env.engine.replay_execution(e)
     await env.engine.cancel_execution(e)
@@ -167,10 +165,8 @@ async def test_the_lease_history_excludes_an_earlier_execution_with_the_same_id(
 async def test_the_policy_sets_the_retention(env: Env) -> None:
     e = await env.create(policy={"stream_policy": {"retention_ttl_ms": 1000}})
     await env.engine.cancel_execution(e)
-    env.clock.advance_ms(999)
-    assert (await env.engine.sweep_once("retention_trimmer")).processed == 0
-    env.clock.advance_ms(1)
-    assert (await env.engine.sweep_once("retention_trimmer")).processed == 1
+    assert await env.sweep("retention_trimmer", after_ms=999) == 0
+    assert await env.sweep("retention_trimmer", after_ms=1) == 1
     assert await env.engine.describe_execution(e) is None
 
 
@@ -282,65 +278,3 @@ async def test_execution_info_shows_a_completed_execution(env: Env) -> None:
     assert (info.created_at, info.started_at, info.completed_at) == (env.now, env.now, env.now)
     assert (info.current_attempt_index, info.flow_id, info.blocking_detail) == (0, None, "")
     assert await env.engine.get_execution_namespace(claim.execution_id) == "n1"
-
-
-async def test_search_pages_through_executions_that_match_every_filter(env: Env) -> None:
-    engine = env.engine
-    wanted = []
-    for number in range(12):
-        tags = {"app.kind": "a" if number % 3 else "b"}
-        e = await env.create(execution_id=numbered(5 + number % 2, number), namespace="n1", tags=tags)
-        if number % 3:
-            wanted.append(e)
-    await env.create(namespace="n2", tags={"app.kind": "a"})
-
-    found: list[str] = []
-    cursor = None
-    while True:
-        page = await engine.search_executions(namespace="n1", tag=("app.kind", "a"), cursor=cursor, limit=3)
-        found += [one.execution_id for one in page.executions]
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-
-    assert found == sorted(wanted)
-    await engine.cancel_execution(wanted[0])
-    ended = await engine.search_executions(public_state="cancelled")
-    assert [one.execution_id for one in ended.executions] == [wanted[0]]
-
-
-@pytest.mark.parametrize("tag", [None, ("app.kind", "seldom")], ids=["no tag", "tag"])
-async def test_a_search_goes_on_when_the_budget_of_a_step_is_spent(
-    env: Env, monkeypatch: pytest.MonkeyPatch, tag: tuple[str, str] | None
-) -> None:
-    monkeypatch.setattr(reads, "SEARCH_BUDGET", 3)
-    for number in range(20):
-        await env.create(execution_id=numbered(5, number), namespace="other", tags={"app.kind": "seldom"})
-    rare = [
-        await env.create(execution_id=numbered(5, 20 + number), namespace="n1", tags={"app.kind": "seldom"})
-        for number in range(2)
-    ]
-    searches = env.store.calls["search"]
-
-    page = await env.engine.search_executions(namespace="n1", tag=tag, limit=1)
-
-    assert env.store.calls["search"] - searches == 8
-    assert ([one.execution_id for one in page.executions], page.next_cursor) == ([rare[0]], rare[0])
-    rest = await env.engine.search_executions(namespace="n1", tag=tag, limit=1, cursor=page.next_cursor)
-    assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([rare[1]], None)
-    nothing = await env.engine.search_executions(namespace="n2", tag=tag)
-    assert (nothing.executions, nothing.next_cursor) == ([], None)
-
-
-async def test_a_rare_tag_is_found_with_one_scan(env: Env) -> None:
-    for _ in range(20):
-        await env.create(tags={"app.kind": "often"})
-    rare = [await env.create(tags={"app.kind": "seldom"}) for _ in range(2)]
-    searches = env.store.calls["search"]
-
-    page = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1)
-
-    assert env.store.calls["search"] - searches == 1
-    assert ([one.execution_id for one in page.executions], page.next_cursor) == ([min(rare)], min(rare))
-    rest = await env.engine.search_executions(tag=("app.kind", "seldom"), limit=1, cursor=page.next_cursor)
-    assert ([one.execution_id for one in rest.executions], rest.next_cursor) == ([max(rare)], None)

@@ -34,9 +34,9 @@ L2 = "33333333-3333-4333-8333-333333333332"
 A2 = "22222222-2222-4222-8222-222222222222"
 
 
-async def create_expired(env: Env, worker: str = "wa", **options: Any) -> Claimed:
+async def create_expired(env: Env, **options: Any) -> Claimed:
     """Create an execution whose lease expired and was marked."""
-    claim = await env.create_and_claim(worker, **options)
+    claim = await env.create_and_claim(**options)
     await env.expire_lease(claim)
     return claim
 
@@ -103,8 +103,7 @@ async def test_a_reclaim_after_expiry_starts_a_new_attempt(env: Env) -> None:
 
 @pytest.mark.spec("EX-062")
 async def test_a_revoked_lease_is_reclaimed(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await env.revoke_lease(claim)
 
     claimed = await env.grant_and_reclaim(e)
@@ -159,8 +158,7 @@ async def test_a_reclaim_grant_without_a_signing_key_is_refused_after_all_other_
 
 @pytest.mark.spec("EX-064")
 async def test_a_reclaim_grant_marks_an_expired_lease_first(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    _, e = await env.create_claimed()
     env.clock.advance_ms(LEASE_MS)
 
     grant = await env.issue_reclaim_grant(e, ttl=700)
@@ -277,8 +275,7 @@ async def test_the_default_reclaim_cap_is_1000(env: Env, policy: Any) -> None:
 @pytest.mark.spec("EX-067")
 @pytest.mark.parametrize("lease", ["lease_expired", "lease_revoked"])
 async def test_the_attempt_beyond_the_reclaim_cap_records_how_its_lease_was_lost(env: Env, lease: str) -> None:
-    claim = await env.create_and_claim(policy={"max_reclaim_count": 0})
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy={"max_reclaim_count": 0})
     if lease == "lease_revoked":
         await env.engine.revoke_lease(e)
     else:
@@ -379,8 +376,7 @@ async def test_a_reclaim_grant_is_redeemed_once(env: Env) -> None:
 
 
 async def test_a_claim_takes_over_an_expired_lease_without_a_sweep(env: Env) -> None:
-    claim = await env.create_and_claim(input_payload=b"in", policy={"timeout_policy": {"attempt_timeout_ms": 90_000}})
-    e = claim.execution_id
+    _, e = await env.create_claimed(input_payload=b"in", policy={"timeout_policy": {"attempt_timeout_ms": 90_000}})
     env.clock.advance_ms(LEASE_MS - 1)
     assert await env.claim_next("wb") is None
     env.clock.advance_ms(1)

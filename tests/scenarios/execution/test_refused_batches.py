@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.model.quota import QuotaRequest
+from flowfabric.model.limits.quota import QuotaRequest
 from flowfabric.stores.queries import Scan
 from tests.scenarios.env import WAITING, Env
 from tests.scenarios.limits.test_budgets import B2, B, budget, report

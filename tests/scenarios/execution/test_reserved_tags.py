@@ -30,8 +30,7 @@ def create_request(env: Env, options: dict[str, str]) -> CreateExecution:
 
 @pytest.mark.parametrize("key", ["ff.show", "ff.ask.11111111"])
 async def test_a_reserved_tag_cannot_be_set_without_the_lease(env: Env, key: str) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    _, e = await env.create_claimed()
     calls: list[Any] = [
         lambda: env.engine.set_execution_tag(e, key, "v"),
         lambda: env.engine.set_execution_tags(e, {"a.b": "c", key: "v"}),
@@ -83,8 +82,7 @@ async def test_invalid_tags_from_the_lease_holder_change_nothing(env: Env) -> No
 
 
 async def test_the_tags_of_an_execution_are_bounded_in_bytes(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     two = {"a.a": LARGE, "a.b": LARGE}
     await env.engine.set_execution_tags(e, two)
     too_many: list[Any] = [

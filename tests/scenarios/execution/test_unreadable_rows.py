@@ -54,8 +54,7 @@ async def test_an_unreadable_row_does_not_block_other_claims(env: Env, method: s
     if life == "waiting":
         bad: str = await env.create(priority=9, policy=limited)
     else:
-        claim = await env.create_and_claim(priority=9, policy=limited)
-        bad = claim.execution_id
+        claim, bad = await env.create_claimed(priority=9, policy=limited)
         if life == "expired":
             await env.expire_lease(claim)
         elif life == "revoked":

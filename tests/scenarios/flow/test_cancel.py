@@ -222,11 +222,9 @@ async def test_the_cancel_reconciler_finishes_a_cancel_after_its_grace_period(fl
     header = await flow.engine.cancel_flow_header(flow.id, reason="r")
     assert isinstance(header, flow_answers.HeaderCancelled)
 
-    flow.clock.advance_ms(29_999)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=29_999)
     assert await flow.state(*"ab") == "waiting waiting"
-    flow.clock.advance_ms(1)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=1)
 
     assert await flow.state(*"ab") == "cancelled cancelled"
     assert {(await flow.row(name)).cancellation_reason for name in "ab"} == {"r"}
@@ -239,8 +237,7 @@ async def test_an_empty_cancel_reason_gets_a_default(flow: FlowEnv, crashes: boo
     await flow.begin("a")
     if crashes:
         await flow.engine.cancel_flow_header(flow.id, reason="")
-        flow.clock.advance_ms(30_000)
-        await flow.sweep("cancel_reconciler")
+        await flow.sweep("cancel_reconciler", after_ms=30_000)
     else:
         await flow.engine.cancel_flow(flow.id, policy="cancel_all")
         await flow.engine.bulk_canceller.close()
@@ -268,8 +265,7 @@ async def test_a_failure_before_the_cancel_leaves_dependents_to_the_cancel(flow:
 
     assert await flow.state(*"bc") == "waiting_children waiting_children"
     assert await flow.counts("b") == "0/1/0 of 1 impossible"
-    flow.clock.advance_ms(30_000)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=30_000)
     assert await flow.state(*"abc") == "failed cancelled cancelled"
 
 
@@ -351,8 +347,7 @@ async def test_a_claimed_member_of_a_cancelled_flow_is_cancelled(flow: FlowEnv) 
     claim = await flow.claim("a")
     flow.clock.advance_ms(20_000)
     await flow.engine.renew(claim.handle)
-    flow.clock.advance_ms(10_000)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=10_000)
 
     assert await flow.state("a") == "cancelled"
     [attempt] = await flow.engine.attempt_history(flow.names["a"])
@@ -431,8 +426,7 @@ async def test_a_cancel_that_times_out_is_finished_from_the_backlog(flow: FlowEn
     assert (caught.value.op, caught.value.elapsed_ms) == ("cancel_flow", 20)
     assert (await flow.backlog())[1] == ["a"]
     blocked.freed.set()
-    flow.clock.advance_ms(30_000)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=30_000)
     assert await flow.state("a") == "cancelled"
 
 

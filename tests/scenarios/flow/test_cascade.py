@@ -379,9 +379,8 @@ async def test_blocked_members_behind_a_full_batch_are_not_starved(flow: FlowEnv
     await flow.claim("running")
     await flow.succeed("done")
     dependency_key = (flow.names[names[-1]], flow.edges["done", names[-1]])
-    await flow.write(
-        Patch(Dependency, dependency_key, {"outcome": None, "unfolded_at": None})
-    )  # as if it was not recorded
+    # The outcome looks as if it was not recorded.
+    await flow.write(Patch(Dependency, dependency_key, {"outcome": None, "unfolded_at": None}))
 
     await flow.sweep("dependency_reconciler", 2)
 

@@ -144,10 +144,10 @@ async def test_a_graph_with_an_existing_node_is_refused(flow: FlowEnv) -> None:
 
     assert await flow.row("a") == before
     assert await flow.engine.describe_execution(flow.names["b"]) is None
-    member = await FlowEnv(flow.engine, flow.clock).begin()
+    member = FlowEnv(flow.engine, flow.clock)
     while member.partition != flow.partition:
-        member = await FlowEnv(flow.engine, flow.clock).begin()
-    await member.add("m")
+        member = FlowEnv(flow.engine, flow.clock)
+    await member.begin("m")
     flow.names["m"] = member.names["m"]
     with pytest.raises(errors.ExecutionAlreadyInFlow):
         await flow.engine.create_flow_graph(flow.id, [node(flow, "m")])

@@ -37,8 +37,7 @@ async def begin_with_every_phase(flow: FlowEnv, *more: str) -> None:
     await flow.add("never")
     await flow.edge("never", PARKED)
     await engine.wait_children(claims[PARKED].handle)
-    flow.clock.advance_ms(30_000)
-    await flow.sweep("lease_expiry")
+    await flow.sweep("lease_expiry", after_ms=30_000)
     await engine.block_execution_for_admission(flow.names["limited"], reason="waiting_for_budget", detail="b")
     await engine.block_execution_for_admission(flow.names["paused"], reason="paused_by_operator")
     await engine.issue_claim_grant(
@@ -46,8 +45,8 @@ async def begin_with_every_phase(flow: FlowEnv, *more: str) -> None:
     )
 
 
-async def vectors(flow: FlowEnv, names: tuple[str, ...] = ALL_PHASES) -> dict[str, str]:
-    return {name: await flow.vector(name) for name in names}
+async def vectors(flow: FlowEnv) -> dict[str, str]:
+    return {name: await flow.vector(name) for name in ALL_PHASES}
 
 
 async def completion_outcomes(flow: FlowEnv, name: str) -> list[str | None]:
@@ -72,8 +71,7 @@ async def test_an_edge_blocks_runnable_members_and_does_not_interrupt_others(flo
         await flow.engine.claim_execution(
             flow.names["granted"], worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000
         )
-    flow.clock.advance_ms(60_000)
-    assert await flow.sweep("delayed_promoter") == [0]
+    assert await flow.sweep("delayed_promoter", after_ms=60_000) == [0]
     await flow.succeed_and_cascade("a", "never")
 
     for name in ALL_PHASES:

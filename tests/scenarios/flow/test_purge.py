@@ -18,7 +18,7 @@ from flowfabric.rules import retention
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.queries import Scan
-from flowfabric.testing.faults import FlakyStore, Loss
+from flowfabric.testing.flaky_store import FlakyStore, Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.scenarios.flow_env import FlowEnv, any_of
 
@@ -31,6 +31,10 @@ async def flow_row_counts(engine: Engine) -> dict[str, int]:
     """Count the rows of each table keyed by flow."""
     counts = {row.__name__: len(await engine.store.scan(Scan(row, limit=10_000))) for row in FLOW_TABLES}
     return {name: count for name, count in counts.items() if count}
+
+
+async def purges_no_flow(flow_id: str) -> None:
+    """Simulate a crash after a member was purged."""
 
 
 async def row_counts(engine: Engine) -> dict[str, int]:
@@ -55,8 +59,7 @@ async def test_a_flow_is_purged_with_its_last_member(flow: FlowEnv) -> None:
     await flow.sweep("edge_cancel_dispatcher")
     await flow.cancel("c")
     await flow.sweep("flow_projector")
-    flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [3]
+    assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [3]
     assert await flow_row_counts(flow.engine) == {
         "Flow": 1,
         "FlowMember": 4,
@@ -67,8 +70,7 @@ async def test_a_flow_is_purged_with_its_last_member(flow: FlowEnv) -> None:
     assert await flow.engine.list_flow_members(flow.id) == flow.ids("abcd")
 
     await flow.cancel("d")
-    flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [1]
+    assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [1]
 
     assert await row_counts(flow.engine) == {}
     assert await flow.engine.describe_flow(flow.id) is None
@@ -97,10 +99,7 @@ async def test_a_flow_whose_last_member_was_purged_before_a_crash_is_purged_late
     await flow.cancel("a", "b")
     flow.clock.advance_ms(DAY_MS)
 
-    async def dies(flow_id: str) -> None:
-        """Simulate a crash after a member was purged."""
-
-    monkeypatch.setattr(flow.engine.purger, "_check_flow", dies)
+    monkeypatch.setattr(flow.engine.purger, "_check_flow", purges_no_flow)
     assert await flow.sweep("retention_trimmer") == [2]
     assert (await flow_row_counts(flow.engine))["Flow"] == 1
 
@@ -111,13 +110,11 @@ async def test_a_flow_whose_last_member_was_purged_before_a_crash_is_purged_late
 async def test_a_flow_is_checked_again_when_its_members_are_due(flow: FlowEnv) -> None:
     await flow.begin("ab")
     await flow.succeed("a")
-    flow.clock.advance_ms(HOUR_MS)
-    assert await flow.sweep("flow_retention", 2) == [0, 0]
+    assert await flow.sweep("flow_retention", 2, after_ms=HOUR_MS) == [0, 0]
     assert (await flow.load(Flow, flow.id)).purge_check_at > flow.clock.now
 
     await flow.succeed("b")
-    flow.clock.advance_ms(2 * HOUR_MS)
-    assert await flow.sweep("flow_retention") == [0]
+    assert await flow.sweep("flow_retention", after_ms=2 * HOUR_MS) == [0]
     due = max([(await flow.row(name)).purge_at or 0 for name in "ab"])
     assert due - DAY_MS <= (await flow.load(Flow, flow.id)).purge_check_at - retention.FLOW_RECHECK_DELAY_MS <= due
     await check_flow_invariants(flow.engine)
@@ -140,8 +137,7 @@ async def test_operations_on_a_purged_flow_are_refused(flow: FlowEnv) -> None:
     await flow.begin("ab")
     edge = await flow.edge("a", "b")
     await flow.cancel("a", "b")
-    flow.clock.advance_ms(DAY_MS)
-    await flow.sweep("retention_trimmer")
+    await flow.sweep("retention_trimmer", after_ms=DAY_MS)
     late = await flow.create("late")
 
     a, b = flow.names["a"], flow.names["b"]
@@ -179,8 +175,7 @@ async def test_the_id_of_a_purged_flow_can_be_reused(flow: FlowEnv) -> None:
         await flow.succeed_and_cascade("a")
         await flow.succeed("b")
         assert await flow.state("a", "b") == "completed completed"
-        flow.clock.advance_ms(DAY_MS)
-        assert await flow.sweep("retention_trimmer") == [2]
+        assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [2]
         assert await row_counts(flow.engine) == {}
 
 
@@ -217,8 +212,7 @@ async def test_an_empty_flow_is_purged_only_when_it_is_cancelled(flow: FlowEnv) 
     await flow.begin()
     other = await FlowEnv(flow.engine, flow.clock).begin()
     await other.engine.cancel_flow(other.id, wait=NoWait())
-    flow.clock.advance_ms(DAY_MS - 1)
-    assert await flow.sweep("flow_retention") == [0]
+    assert await flow.sweep("flow_retention", after_ms=DAY_MS - 1) == [0]
     flow.clock.advance_ms(1)
 
     assert await flow.sweep("flow_retention") == [1]
@@ -306,3 +300,57 @@ async def test_the_purge_check_of_a_large_flow_loads_one_member(flow: FlowEnv, m
 
     assert await row_counts(flow.engine) == {}
     assert scans <= 41, "one scan per purge"
+
+
+async def test_a_large_flow_is_purged_in_parts_and_its_members_are_checked_once(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow.engine.store, "deletes_in_pages", True, raising=False)
+    monkeypatch.setattr(retention, "MAX_PURGED_ROWS", 3)
+    names = "abcdefgh"
+    await flow.begin(names, edges=[f"{name}h" for name in names[:-1]])
+    await flow.cancel(*names)
+    flow.clock.advance_ms(DAY_MS)
+    monkeypatch.setattr(flow.engine.purger, "_check_flow", purges_no_flow)
+    assert await flow.sweep("retention_trimmer") == [len(names)]
+    checks = 0
+    find_remaining = flow.engine.purger._find_remaining
+
+    async def counted(flow_id: str) -> Any:
+        nonlocal checks
+        found = await find_remaining(flow_id)
+        checks += 1
+        return found
+
+    monkeypatch.setattr(flow.engine.purger, "_find_remaining", counted)
+    assert await flow.sweep("flow_retention") == [1]
+
+    assert await row_counts(flow.engine) == {}
+    assert checks == 1
+
+
+async def test_a_member_added_between_two_parts_of_a_purge_keeps_the_flow(
+    flow: FlowEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow.engine.store, "deletes_in_pages", True, raising=False)
+    monkeypatch.setattr(retention, "MAX_PURGED_ROWS", 3)
+    await flow.begin("abcdefgh")
+    await flow.cancel(*"abcdefgh")
+    flow.clock.advance_ms(DAY_MS)
+    late = await flow.create("late")
+    name_rows = flow.engine.purger._name_rows
+    parts = 0
+
+    async def joined_meanwhile(tables: Any, owner_id: str) -> Any:
+        nonlocal parts
+        named = await name_rows(tables, owner_id)
+        parts += owner_id == flow.id
+        if parts == 2 and owner_id == flow.id:
+            await flow.engine.add_execution_to_flow(flow.id, late)
+        return named
+
+    monkeypatch.setattr(flow.engine.purger, "_name_rows", joined_meanwhile)
+    await flow.sweep("retention_trimmer")
+
+    assert late in await flow.engine.list_flow_members(flow.id)
+    assert await flow.engine.resolve_execution_flow_id(late) == flow.id

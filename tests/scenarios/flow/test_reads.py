@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -38,10 +39,12 @@ async def test_a_finished_flow_accepts_new_members_and_is_projected_again(flow: 
 async def test_one_projector_sweep_covers_every_unfinished_flow(flow: FlowEnv) -> None:
     engine = flow.engine
     flows = [FlowId(engine.minter.uuid()) for _ in range(120)]
-    for one in flows:
-        name = mint_for_flow(one, engine.partitions, engine.minter)
-        node = CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
-        await engine.create_flow_graph(one, [node])
+    names = [mint_for_flow(one, engine.partitions, engine.minter) for one in flows]
+    nodes = [
+        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
+        for name in names
+    ]
+    await asyncio.gather(*(engine.create_flow_graph(one, [node]) for one, node in zip(flows, nodes, strict=True)))
 
     assert await flow.sweep("flow_projector", 2) == [120, 120]
 

@@ -418,8 +418,7 @@ async def test_a_replayed_member_is_not_cancelled_from_a_stale_backlog(flow: Flo
     assert await replay(flow, "a") == ["waiting"]
     backlog, listed = await flow.backlog()
     assert (backlog is not None, listed) == (bool(others), ["b"] * others)
-    flow.clock.advance_ms(30_000)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=30_000)
 
     assert await flow.state("a", *"b" * others) == " ".join(["waiting", *["cancelled"] * others])
     assert await flow.backlog() == (None, [])

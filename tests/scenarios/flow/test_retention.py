@@ -21,13 +21,11 @@ async def test_a_node_is_not_purged_before_its_reader_succeeded(flow: FlowEnv) -
     await flow.succeed_and_cascade("a", result=b"7")
 
     for _ in range(3):
-        flow.clock.advance_ms(DAY_MS)
-        assert await flow.sweep("retention_trimmer") == [0]
+        assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [0]
     assert await flow.engine.get_execution_result(flow.names["a"]) == b"7"
 
     await flow.succeed("b")
-    flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [2]
+    assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [2]
 
 
 async def test_a_node_is_kept_for_the_replay_of_a_failed_reader(flow: FlowEnv) -> None:
@@ -41,10 +39,8 @@ async def test_a_node_is_kept_for_the_replay_of_a_failed_reader(flow: FlowEnv) -
     flow.clock.advance_ms(DAY_MS - 1)
 
     assert await flow.sweep("retention_trimmer") == [0]
-    flow.clock.advance_ms(1)
-    assert await flow.sweep("retention_trimmer") == [1], "the reader"
-    flow.clock.advance_ms(1000)
-    assert await flow.sweep("retention_trimmer") == [1]
+    assert await flow.sweep("retention_trimmer", after_ms=1) == [1], "the reader"
+    assert await flow.sweep("retention_trimmer", after_ms=1000) == [1]
 
 
 async def test_a_node_without_readers_is_purged_after_its_own_retention(flow: FlowEnv) -> None:
@@ -62,8 +58,7 @@ async def test_a_node_without_readers_is_purged_after_its_own_retention(flow: Fl
     assert await flow.engine.describe_execution(flow.names["a"]) is None, "it is not marked as read"
     assert await flow.state("f") == "cancelled", "b still has to see that it has no result"
     await flow.cancel("b")
-    flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [2], "no reader is left"
+    assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [2], "no reader is left"
 
 
 async def test_a_skipped_chain_is_purged_in_one_sweep(flow: FlowEnv) -> None:
@@ -90,8 +85,7 @@ async def test_a_node_with_many_readers_is_kept_for_the_last(flow: FlowEnv, monk
 
     assert await flow.sweep("retention_trimmer", 2) == [4, 0], "all but the one that z reads"
     await flow.succeed("z")
-    flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [2]
+    assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [2]
 
 
 @pytest.mark.parametrize("max_named", [2, 128])
@@ -111,8 +105,7 @@ async def test_a_child_with_many_readers_is_kept_for_its_parent(
 
     assert await flow.sweep("retention_trimmer") == [3], "all but the child of the unfinished parent"
     await flow.succeed("p")
-    flow.clock.advance_ms(DAY_MS)
-    assert await flow.sweep("retention_trimmer") == [2]
+    assert await flow.sweep("retention_trimmer", after_ms=DAY_MS) == [2]
 
 
 @pytest.mark.parametrize("max_named", [1, 128])

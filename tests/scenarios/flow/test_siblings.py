@@ -167,9 +167,8 @@ async def test_draining_reports_what_it_did(flow: FlowEnv) -> None:
 
 async def test_two_dispatchers_cancel_each_sibling_once(flow: FlowEnv) -> None:
     await begin_fired_join(flow)
-    await flow.write(
-        Patch(EdgeGroup, flow.downstream("b"), {"last_flow_graph_revision": 1})
-    )  # another dispatcher was here
+    # Another dispatcher was here.
+    await flow.write(Patch(EdgeGroup, flow.downstream("b"), {"last_flow_graph_revision": 1}))
 
     await flow.sweep("edge_cancel_dispatcher", 2)
 

@@ -14,6 +14,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.answers.limits import BudgetCreated, BudgetReleased, HardBreach, Ok, Refunded, Reserved
 from flowfabric.model.gate import GateKind, GateMemo, GateOutcome
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.rules.limits.budget import BudgetNeed, parse_need
 from tests.scenarios.env import ACTIVE, RESUMABLE, Env
 from tests.scenarios.limits.test_budgets import B, report
@@ -24,11 +25,11 @@ RESET_MS = 3_600_000
 BUDGET_SUSPENDED = "suspended/unowned/not_applicable/waiting_for_budget/none/attempt_interrupted/suspended"
 
 
-async def create_suspending_budget(env: Env, hard: int = 100, action: str = "suspend") -> None:
+async def create_suspending_budget(env: Env, action: str = "suspend") -> None:
     created = await env.engine.create_budget(
         B,
         dimensions=["tokens"],
-        hard_limits=[hard],
+        hard_limits=[100],
         soft_limits=[0],
         on_hard_limit=action,
         reset_interval_ms=RESET_MS,
@@ -83,13 +84,11 @@ async def settle_less(env: Env) -> None:
 
 
 async def expire_reservation(env: Env) -> None:
-    env.clock.advance_ms(TTL)
-    assert (await env.engine.sweep_once("budget_reservations")).processed == 1
+    assert await env.sweep("budget_reservations", after_ms=TTL) == 1
 
 
 async def run_scheduled_reset(env: Env) -> None:
-    env.clock.advance_ms(RESET_MS)
-    assert (await env.engine.sweep_once("budget_reset")).processed == 1
+    assert await env.sweep("budget_reset", after_ms=RESET_MS) == 1
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ async def test_too_little_capacity_does_not_resume_the_execution(env: Env) -> No
 
     await env.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[104], soft_limits=[0])
     assert await env.vector(claim.execution_id) == BUDGET_SUSPENDED
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
     assert await env.vector(claim.execution_id) == BUDGET_SUSPENDED
     await env.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[105], soft_limits=[0])
     assert await env.vector(claim.execution_id) == RESUMABLE
@@ -126,13 +125,13 @@ async def test_too_little_capacity_does_not_resume_the_execution(env: Env) -> No
 async def test_the_unblock_sweep_resumes_after_a_process_died(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = await suspend_on_budget(env)
 
-    async def skip_unblock(budget_id: str, *, namespace: str) -> bool:
+    async def skip_unblock(budget: NamespacedId) -> bool:
         return True
 
     monkeypatch.setattr(env.engine.unblocker, "unblock_budget_waiters", skip_unblock)
     await raise_limit(env)
     assert await env.vector(claim.execution_id) == BUDGET_SUSPENDED
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock") == 1
     assert await env.vector(claim.execution_id) == RESUMABLE
 
 
@@ -163,8 +162,7 @@ async def test_capacity_freed_during_the_suspend_resumes_the_execution(
 
 async def test_reserve_and_spend_with_a_handle_suspend_the_execution(env: Env) -> None:
     await create_suspending_budget(env)
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await report(env, tokens=95)
 
     breach = await env.engine.record_spend(B, e, {"tokens": 10})

@@ -275,8 +275,7 @@ async def test_a_manual_reset_clears_usage_and_schedules_the_next(env: Env) -> N
 async def test_a_scheduled_reset_runs_when_due_and_does_not_catch_up(env: Env) -> None:
     await budget(env, reset=60_000, tokens=50)
     await report(env, tokens=40)
-    env.clock.advance_ms(59_999)
-    assert (await env.engine.sweep_once("budget_reset")).processed == 0
+    assert await env.sweep("budget_reset", after_ms=59_999) == 0
 
     env.clock.advance_ms(150_001)
     done = await env.engine.sweep_once("budget_reset")
@@ -284,7 +283,7 @@ async def test_a_scheduled_reset_runs_when_due_and_does_not_catch_up(env: Env) -
     assert (done.processed, done.errors) == (1, 0)
     status = await env.engine.get_budget_status(B)
     assert (status.usage, status.next_reset_at) == ({"tokens": 0}, str(env.now + 60_000))
-    assert (await env.engine.sweep_once("budget_reset")).processed == 0
+    assert await env.sweep("budget_reset") == 0
 
 
 @pytest.mark.spec("S-064")
@@ -293,7 +292,7 @@ async def test_a_manual_reset_makes_the_scheduled_one_a_no_op(env: Env) -> None:
     env.clock.advance_ms(60_000)
     env.store.after_due = lambda: env.engine.reset_budget(B)
 
-    assert (await env.engine.sweep_once("budget_reset")).processed == 0
+    assert await env.sweep("budget_reset") == 0
 
     assert (await env.engine.get_budget_status(B)).next_reset_at == str(env.now + 60_000)
 

@@ -11,6 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.limits import unblocker
 from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Execution
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan, Where
 from tests.scenarios.checked_store import CheckedStore
@@ -39,7 +40,7 @@ async def submit(env: Env, key: str, count: int, quotas: list[str], **more: Any)
     return created
 
 
-async def run_in_order(env: Env, count: int, *engines: Engine, slots: int = 1, lane: str = "default") -> list[str]:
+async def run_in_order(env: Env, count: int, *engines: Engine, slots: int = 1) -> list[str]:
     """Run `count` executions in claim order; workers request more than the limit admits.
 
     The engines alternate claims and completions. A claim that finds the limit full blocks executions.
@@ -49,7 +50,7 @@ async def run_in_order(env: Env, count: int, *engines: Engine, slots: int = 1, l
     running: list[Any] = []
     for number in range(4 * count + 8):
         engine = engines[number % len(engines)]
-        claimed = await engine.claim_admitted(lane, slots, worker_id="w", worker_instance_id=f"w-{number % 2}")
+        claimed = await engine.claim_admitted("default", slots, worker_id="w", worker_instance_id=f"w-{number % 2}")
         running += claimed
         order += [one.execution_id for one in claimed]
         if len(order) >= count:
@@ -240,7 +241,9 @@ async def test_a_freed_slot_unblocks_one_execution_in_few_round_trips(
     await env.complete_and_deliver(claim)
     checked = CheckedStore(env.engine.store)
 
-    assert await Engine(checked, minter=SeededMinter(9)).unblocker.unblock_quota_waiters(Q)
+    assert await Engine(checked, minter=SeededMinter(9)).unblocker.unblock_quota_waiters(
+        NamespacedId(DEFAULT_NAMESPACE, Q)
+    )
 
     assert len(await blocked(env)) == 119
     calls = {verb: checked.calls[verb] for verb in ("scan", "load", "commit")}

@@ -14,14 +14,14 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.answers.limits import HardBreach, Ok
 from flowfabric.model.gate import GateKind
-from flowfabric.model.owned_id import NamespacedId
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.rules.limits import usage
 from flowfabric.rules.limits.budget import BudgetNeed
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing import FlakyStore
-from flowfabric.testing.faults import Loss
+from flowfabric.testing.flaky_store import Loss
 from tests.scenarios.env import ACTIVE, RESUMABLE, Env, terminal
 from tests.scenarios.limits.test_budget_suspension import (
     BUDGET_SUSPENDED,
@@ -119,7 +119,7 @@ async def test_capacity_freed_twice_resumes_once(env: Env) -> None:
     await asyncio.gather(raise_limit(env), raise_limit(env), reset(env))
 
     assert await env.vector(claim.execution_id) == RESUMABLE
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
 
 
 async def test_a_budget_suspension_needs_no_signing_key(keyless: Engine, clock: ManualClock) -> None:
@@ -140,7 +140,7 @@ async def test_an_execution_suspended_on_a_budget_can_be_cancelled(env: Env) -> 
 
     assert await env.vector(claim.execution_id) == terminal("cancelled")
     async with env.unchanged():
-        assert (await env.engine.sweep_once("unblock")).processed == 0
+        assert await env.sweep("unblock") == 0
     await raise_limit(env)
     assert await env.vector(claim.execution_id) == terminal("cancelled")
 

@@ -20,9 +20,9 @@ from flowfabric.model.answers.limits import (
     Refunded,
     Reserved,
 )
-from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.condition import Single
+from flowfabric.model.limits.budget import Budget, BudgetDimension
 from flowfabric.rules.limits.budget import BudgetNeed
 from flowfabric.rules.suspension.arguments import FreshWaitpoint
 from flowfabric.stores.queries import Read
@@ -174,8 +174,7 @@ async def test_a_reservation_of_a_namespace_expires(env: Env) -> None:
     await budget(env, "a")
     await env.engine.reserve_budget(B, mine, {"tokens": 6}, ttl_ms=TTL, reservation_id=R1)
 
-    env.clock.advance_ms(TTL)
-    assert (await env.engine.sweep_once("budget_reservations")).processed == 1
+    assert await env.sweep("budget_reservations", after_ms=TTL) == 1
 
     assert (await env.engine.get_budget_status(B, namespace="a")).reserved == {}
 
@@ -185,8 +184,7 @@ async def test_the_reset_sweep_covers_every_namespace(env: Env) -> None:
         await budget(env, name, reset_interval_ms=1000)
         await report(env, name, 5)
 
-    env.clock.advance_ms(1000)
-    assert (await env.engine.sweep_once("budget_reset")).processed == 2
+    assert await env.sweep("budget_reset", after_ms=1000) == 2
 
     assert [await usage_of(env, name) for name in ("a", "default")] == [{"tokens": 0}, {"tokens": 0}]
 
@@ -216,7 +214,7 @@ async def test_a_shared_budget_blocks_namespaces_without_their_own(env: Env) -> 
 
     assert await claim_admitted(env, limit=2) == [theirs]
     assert await env.vector(mine) == BUDGET_BLOCKED
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
 
     await env.engine.reset_budget(B)
     assert await env.vector(mine) == WAITING
@@ -311,7 +309,7 @@ async def test_a_breach_suspends_until_the_budget_of_the_namespace_has_capacity(
     for elsewhere in ("b", "default"):
         await env.engine.reset_budget(B, namespace=elsewhere)
         assert await env.vector(one.execution_id) == BUDGET_SUSPENDED
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
     await env.engine.reset_budget(B, namespace="a")
     assert await env.vector(one.execution_id) == RESUMABLE
 

@@ -21,8 +21,9 @@ from flowfabric.model.answers.limits import (
     Reconciled,
 )
 from flowfabric.model.change import Change, Guard, Patch
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest
 from flowfabric.stores.queries import Read
+from flowfabric.testing.invariants import scan_all
 from tests.scenarios.env import WAITING, Env
 
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -162,7 +163,7 @@ async def test_an_execution_that_outlasts_the_window_keeps_its_slot(env: Env) ->
     await check(env, claim.execution_id, concurrency_cap=1)
     env.clock.advance_ms(60_000)
 
-    assert (await env.engine.sweep_once("quota_reconciler")).processed == 1  # the request left the window
+    assert await env.sweep("quota_reconciler") == 1  # the request left the window
 
     assert (await root(env)).active == 1
     assert await check(env, waiting, concurrency_cap=1) == ConcurrencyExceeded()
@@ -282,11 +283,33 @@ async def test_a_second_request_of_an_execution_moves_its_window_entry(env: Env)
     assert await check(env, await env.create(), rate_limit=2) == RateExceeded(30_000)
 
 
+async def test_expired_requests_are_swept_and_those_of_a_window_are_kept(env: Env) -> None:
+    assert await check(env, await env.create(), rate_limit=9) == Admitted()
+    env.clock.advance_ms(30_000)
+    again = await env.create()
+    assert await check(env, again, rate_limit=9, window_seconds=30) == Admitted()
+    assert await env.sweep("quota_windows", after_ms=30_000) == 2
+    assert await check(env, again, rate_limit=1) == Admitted()
+
+    assert await env.sweep("quota_windows") == 0
+    assert [row.execution_id for row in await scan_all(env.engine.store, QuotaRequest)] == [again]
+
+
+async def test_a_request_that_moves_while_it_is_swept_stays(env: Env) -> None:
+    execution = await env.create()
+    assert await check(env, execution, rate_limit=9) == Admitted()
+    env.clock.advance_ms(60_000)
+    (expired,) = (await env.engine.store.due(QuotaRequest, "expires_at", limit=9)).rows
+    assert await check(env, execution, rate_limit=9) == Admitted()
+
+    assert not await env.engine.quota_slots.delete_expired_request(expired)
+    assert isinstance(await check(env, await env.create(), rate_limit=1), RateExceeded)
+
+
 async def test_slots_of_a_zero_window_never_expire(env: Env) -> None:
     e1, e2 = await env.create(), await env.create()
     await check(env, e1, window_seconds=0, concurrency_cap=1)
-    env.clock.advance_ms(10**12)
-    await env.engine.sweep_once("quota_reconciler")
+    await env.sweep("quota_reconciler", after_ms=10**12)
 
     assert await check(env, e2, window_seconds=0, concurrency_cap=1) == ConcurrencyExceeded()
     assert await check(env, e1, window_seconds=0, concurrency_cap=1) == AlreadyAdmitted()

@@ -31,6 +31,14 @@ async def reserve(env: Env, e: str, reservation: str = R1, ttl: int = TTL, **amo
     return await env.engine.reserve_budget(B, e, amounts, ttl_ms=ttl, reservation_id=reservation)
 
 
+async def create_with_reservation(env: Env, tokens: int, of: int | tuple[int, int] = 100) -> str:
+    """Define the budget and create an execution that has reserved some of it."""
+    await budget(env, tokens=of)
+    e = await env.create()
+    await reserve(env, e, tokens=tokens)
+    return e
+
+
 async def settle(env: Env, e: str, reservation: str = R1, **amounts: int) -> Any:
     return await env.engine.settle_budget(B, e, reservation, amounts)
 
@@ -70,9 +78,7 @@ async def test_a_reservation_beyond_the_largest_integer_is_refused(env: Env) -> 
 
 
 async def test_settling_again_changes_nothing(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=60)
+    e = await create_with_reservation(env, 60)
     assert await settle(env, e, tokens=25) == Ok()
 
     async with env.unchanged():
@@ -81,9 +87,7 @@ async def test_settling_again_changes_nothing(env: Env) -> None:
 
 
 async def test_a_settlement_is_recorded_in_the_ledger_of_the_execution(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=60)
+    e = await create_with_reservation(env, 60)
     await settle(env, e, tokens=25)
 
     await env.engine.release_budget(B, e)
@@ -92,9 +96,7 @@ async def test_a_settlement_is_recorded_in_the_ledger_of_the_execution(env: Env)
 
 
 async def test_a_refund_frees_the_reserved_amount(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=100)
+    await create_with_reservation(env, 100)
 
     assert await env.engine.refund_budget(B, R1) == Refunded(R1, {"tokens": 100})
 
@@ -104,9 +106,7 @@ async def test_a_refund_frees_the_reserved_amount(env: Env) -> None:
 
 
 async def test_a_reservation_expires_at_its_ttl(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=100)
+    await create_with_reservation(env, 100)
 
     env.clock.advance_ms(TTL - 1)
     assert isinstance(await report(env, tokens=1), HardBreach)
@@ -116,9 +116,7 @@ async def test_a_reservation_expires_at_its_ttl(env: Env) -> None:
 
 
 async def test_reserving_again_extends_the_ttl_and_not_the_amount(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=60)
+    e = await create_with_reservation(env, 60)
     env.clock.advance_ms(TTL - 1)
 
     assert await reserve(env, e, tokens=60) == Reserved(R1, env.now + TTL)
@@ -136,14 +134,28 @@ async def test_the_reservation_sweep_releases_expired_reservations_and_unblocks(
     assert await claim_admitted(env) == []
     assert await env.vector(waiting) == BUDGET_BLOCKED
 
-    env.clock.advance_ms(TTL - 1)
-    assert (await env.engine.sweep_once("budget_reservations")).processed == 0
+    assert await env.sweep("budget_reservations", after_ms=TTL - 1) == 0
     env.clock.advance_ms(1)
     done = await env.engine.sweep_once("budget_reservations")
 
     assert (done.processed, await reserved(env)) == (1, {"tokens": 40})
     assert await env.vector(waiting) == WAITING
     assert (await env.engine.sweep_once("budget_reservations")).next_at == env.now + 4000
+
+
+async def test_after_a_settlement_the_next_reservation_still_expires(env: Env) -> None:
+    e = await create_with_reservation(env, 60)
+    await reserve(env, e, R2, ttl=5000, tokens=40)
+    await settle(env, e, tokens=60)
+
+    env.clock.advance_ms(TTL)
+    done = await env.engine.sweep_once("budget_reservations")
+    assert (done.processed, await reserved(env)) == (0, {"tokens": 40})
+    assert (await env.engine.sweep_once("budget_reservations")).next_at == env.now + 4000
+
+    env.clock.advance_ms(4000)
+    assert await report(env, tokens=40) == Ok()
+    assert (await usage(env), await reserved(env)) == ({"tokens": 100}, {})
 
 
 async def test_settling_more_than_reserved_is_checked_like_a_report(env: Env) -> None:
@@ -159,9 +171,7 @@ async def test_settling_more_than_reserved_is_checked_like_a_report(env: Env) ->
 
 
 async def test_settling_within_the_reservation_succeeds_after_the_limit_was_lowered(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=60)
+    e = await create_with_reservation(env, 60)
     await env.engine.change_budget_limits(B, dimensions=["tokens"], hard_limits=[10], soft_limits=[0])
 
     assert await settle(env, e, tokens=60) == Ok()
@@ -169,9 +179,7 @@ async def test_settling_within_the_reservation_succeeds_after_the_limit_was_lowe
 
 
 async def test_a_settlement_after_the_ttl_is_checked_like_a_report(env: Env) -> None:
-    await budget(env, tokens=100)
-    e = await env.create()
-    await reserve(env, e, tokens=60)
+    e = await create_with_reservation(env, 60)
     env.clock.advance_ms(TTL)
     await report(env, tokens=50)
 
@@ -258,3 +266,63 @@ async def test_invalid_amounts_are_refused(env: Env, amounts: dict[str, int]) ->
         await env.engine.reserve_budget(B, e, amounts, ttl_ms=TTL)
     async with env.refused(errors.InvalidInput):
         await env.engine.settle_budget(B, e, R1, amounts)
+
+
+async def test_usage_is_taken_from_a_reservation_piece_by_piece_and_the_rest_is_refunded(env: Env) -> None:
+    e = await create_with_reservation(env, 60)
+
+    first = await env.engine.record_spend(B, e, {"tokens": 25}, idempotency_key="a", reservation_id=R1, acknowledged=())
+    async with env.unchanged():
+        again = await env.engine.record_spend(
+            B, e, {"tokens": 25}, idempotency_key="a", reservation_id=R1, acknowledged=()
+        )
+    assert (first, again) == (Ok(), AlreadyApplied())
+    assert (await usage(env), await reserved(env)) == ({"tokens": 25}, {"tokens": 35})
+
+    refused = await env.engine.record_spend(B, e, {"tokens": 76}, reservation_id=R1)
+    assert isinstance(refused, HardBreach)
+    assert await env.engine.refund_budget(B, R1, execution_id=e, acknowledged=["a"]) == Refunded(R1, {"tokens": 35})
+    assert (await usage(env), await reserved(env)) == ({"tokens": 25}, {})
+
+
+async def test_a_key_is_kept_until_it_is_acknowledged_and_a_day_longer(env: Env) -> None:
+    await budget(env, tokens=100)
+    e = await env.create()
+    hour = 60 * 60 * 1000
+
+    async def spend(key: str, *acknowledged: str) -> Any:
+        return await env.engine.record_spend(B, e, {"tokens": 1}, idempotency_key=key, acknowledged=acknowledged)
+
+    assert await spend("a") == Ok()
+    env.clock.advance_ms(25 * hour)
+    assert await spend("a") == AlreadyApplied()
+    assert await spend("b", "a") == Ok()
+    env.clock.advance_ms(23 * hour)
+    assert await spend("a") == AlreadyApplied()
+    env.clock.advance_ms(2 * hour)
+    assert await spend("b") == AlreadyApplied()
+    assert await spend("a") == Ok(), "nobody repeats what was acknowledged"
+    assert await usage(env) == {"tokens": 3}
+
+
+async def test_an_earlier_lease_does_not_refund_what_a_later_one_has_taken_up(env: Env) -> None:
+    await budget(env, tokens=100)
+    e = await env.create()
+    for epoch in (1, 2):
+        await env.engine.reserve_budget(B, e, {"tokens": 60}, ttl_ms=TTL, reservation_id=R1, epoch=epoch)
+
+    assert await env.engine.refund_budget(B, R1, execution_id=e, epoch=1) == Refunded(R1, {})
+    assert await reserved(env) == {"tokens": 60}
+    assert await env.engine.refund_budget(B, R1, execution_id=e, epoch=2) == Refunded(R1, {"tokens": 60})
+
+
+async def test_an_expired_reservation_is_made_again_for_what_was_not_drawn(env: Env) -> None:
+    e = await create_with_reservation(env, 60, of=60)
+    await env.engine.record_spend(B, e, {"tokens": 25}, reservation_id=R1)
+    env.clock.advance_ms(TTL)
+
+    assert isinstance(await reserve(env, e, tokens=60), HardBreach)
+    again = await env.engine.reserve_budget(B, e, {"tokens": 60}, ttl_ms=TTL, reservation_id=R1, drawn={"tokens": 25})
+
+    assert again == Reserved(R1, env.now + TTL)
+    assert (await usage(env), await reserved(env)) == ({"tokens": 25}, {"tokens": 35})

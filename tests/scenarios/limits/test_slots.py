@@ -14,8 +14,8 @@ from flowfabric.engine.operations.flows import WaitIndefinite
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, ClaimGrant, Completed, ReclaimCapExceeded
 from flowfabric.model.answers.limits import Admitted, AlreadyAdmitted, ConcurrencyExceeded, RateExceeded
+from flowfabric.model.limits.quota import QuotaSlot
 from flowfabric.model.outbox import OutboxMessage
-from flowfabric.model.quota import QuotaSlot
 from flowfabric.stores.queries import Scan
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.env import LEASE_MS, WAITING, Env
@@ -87,8 +87,7 @@ async def cancelled_while_suspended(env: Env, claim: Claimed) -> None:
 
 async def suspension_timed_out(env: Env, claim: Claimed) -> None:
     await Waits(env).suspend(claim, timeout_at=env.now + 10)
-    env.clock.advance_ms(10)
-    assert (await env.engine.sweep_once("suspension_timeout")).processed == 1
+    assert await env.sweep("suspension_timeout", after_ms=10) == 1
 
 
 async def deadline_passed(env: Env, claim: Claimed) -> None:
@@ -96,8 +95,7 @@ async def deadline_passed(env: Env, claim: Claimed) -> None:
 
 
 async def attempt_timed_out(env: Env, claim: Claimed) -> None:
-    env.clock.advance_ms(1000)
-    assert (await env.engine.sweep_once("attempt_timeout")).processed == 1
+    assert await env.sweep("attempt_timeout", after_ms=1000) == 1
 
 
 async def reclaimed_at_the_cap(env: Env, claim: Claimed) -> None:
@@ -222,8 +220,7 @@ async def test_an_admission_between_completion_and_replay_is_for_the_replay(env:
     env.engine.runtime.write_listeners.pop(OutboxMessage)
     await env.engine.complete((await claim_admitted_one(env)).handle)
     assert await check(env, e, rate_limit=2, concurrency_cap=1) == Admitted()
-    env.clock.advance_ms(2000)
-    assert (await env.engine.sweep_once("outbox_relay")).processed == 1
+    assert await env.sweep("outbox_relay", after_ms=2000) == 1
     await env.engine.replay_execution(e)
 
     assert (await claim_admitted_one(env)).execution_id == e
@@ -238,8 +235,7 @@ async def test_a_late_release_from_before_a_replay_keeps_an_explicit_admission(e
     await env.engine.replay_execution(e)
     assert await check(env, e, concurrency_cap=1) == Admitted()
 
-    env.clock.advance_ms(2000)
-    assert (await env.engine.sweep_once("outbox_relay")).processed == 1
+    assert await env.sweep("outbox_relay", after_ms=2000) == 1
 
     assert await slot_counts(env) == (1, 1)
     assert await check(env, e, concurrency_cap=1) == AlreadyAdmitted()
@@ -298,8 +294,7 @@ async def test_an_undeliverable_outbox_message_is_retried_with_backoff(
 
     assert waits == [2000, 2000, 4000, 8000]
     monkeypatch.undo()
-    env.clock.advance_ms(60_000)
-    assert (await env.engine.sweep_once("outbox_relay")).processed == 1
+    assert await env.sweep("outbox_relay", after_ms=60_000) == 1
     assert await slot_counts(env) == (0, 0)
 
 

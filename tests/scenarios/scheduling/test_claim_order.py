@@ -382,8 +382,7 @@ async def test_an_operator_grants_and_claims_a_waiting_execution(env: Env) -> No
 
 @pytest.mark.spec("EX-028")
 async def test_an_operator_grants_and_claims_an_interrupted_execution(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await env.delay(claim)
     await env.promote(e)
 

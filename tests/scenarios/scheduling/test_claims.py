@@ -12,9 +12,9 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.runtime.load_queue import LoadQueue
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import ClaimGrant
-from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.change import Change, Guard, Patch
-from flowfabric.model.quota import QuotaRequest, QuotaSlot
+from flowfabric.model.limits.budget import Budget, BudgetDimension
+from flowfabric.model.limits.quota import QuotaRequest, QuotaSlot
 from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.env import GRANT_MS, WAITING, Env
@@ -38,12 +38,12 @@ async def claim_admitted(env: Env, limit: int = 1, worker: str = "wa", **options
 CLAIM_METHODS = ("scheduler", "claim")
 
 
-async def claim_via(env: Env, method: str, worker: str = "wa", capabilities: tuple[str, ...] = ()) -> str | None:
+async def claim_via(env: Env, method: str, capabilities: tuple[str, ...] = ()) -> str | None:
     """Return the next execution for a worker, by a grant or by an admitted claim."""
     if method == "scheduler":
-        grant = await env.grant_next(worker, capabilities=capabilities)
+        grant = await env.grant_next(capabilities=capabilities)
         return None if grant is None else str(grant.execution_id)
-    return next(iter(await claim_admitted(env, worker=worker, capabilities=capabilities)), None)
+    return next(iter(await claim_admitted(env, capabilities=capabilities)), None)
 
 
 @pytest.mark.spec("S-072")
@@ -91,7 +91,7 @@ async def test_one_worker_must_have_all_required_capabilities(env: Env) -> None:
     await register(env, "i3", namespace="n2", capabilities=["gpu", "cuda"])
     await register(env, "i4", lanes=["mail"], capabilities=["gpu", "cuda"])
 
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
     assert await env.vector(e) == ROUTE_BLOCKED
 
     await register(env, "i5", capabilities=["gpu", "cuda"])
@@ -104,7 +104,7 @@ async def test_the_unblock_sweep_finds_executions_that_a_registration_missed(env
     await register(env, "i1", capabilities=["gpu"])
     await env.engine.block_route(e)
 
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock") == 1
     assert await env.vector(e) == WAITING
 
 
@@ -238,14 +238,14 @@ async def test_a_rate_limited_execution_is_blocked_until_the_window_ends(env: En
     assert await claim_via(env, method) is None
 
     assert await env.vector(e) == QUOTA_BLOCKED
-    assert (await env.row(e)).blocking_text == f"quota {Q}: rate, again in 60000 ms"
+    assert (await env.row(e)).blocking_text == f"quota {Q}: 1 start per window, all used"
     assert env.engine.metrics.counter_value("ff_quota_hit", reason="rate") == hits + 1
     for later in (1, 30_000, 59_999):
         env.clock.now = start + later
-        assert (await env.engine.sweep_once("unblock")).processed == 0
+        assert await env.sweep("unblock") == 0
         assert await env.vector(e) == QUOTA_BLOCKED
     env.clock.now = start + 60_000
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock") == 1
     assert await claim_via(env, method) == e
 
 
@@ -433,7 +433,7 @@ async def test_an_execution_is_blocked_by_each_exhausted_budget_in_turn(env: Env
     assert (await env.row(e)).blocked_on == f"budget:{B2}"
 
     await report(env, tokens=10)
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
     await env.engine.reset_budget(B2)
     assert await claim_admitted(env) == []
     assert (await env.row(e)).blocked_on == f"budget:{B}", "the other budget is exhausted"
@@ -457,10 +457,8 @@ async def test_a_quota_window_of_zero_is_a_minute(env: Env) -> None:
     second = await env.create(policy={"quota_policy_ids": [Q]})
     assert await claim_admitted(env, 5) == [first]
 
-    env.clock.advance_ms(59_999)
-    assert (await env.engine.sweep_once("unblock")).processed == 0
-    env.clock.advance_ms(1)
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock", after_ms=59_999) == 0
+    assert await env.sweep("unblock", after_ms=1) == 1
     assert second in await claim_admitted(env, 5)
 
 

@@ -66,9 +66,8 @@ async def test_explain_shows_the_first_line_of_a_failure(env: Env) -> None:
         f"It failed at {format_instant(env.now)}: ValueError: no luck.",
         f"It failed and is tried again at {format_instant(env.now + 500)}: ValueError: no luck.",
     ]
-    assert (
-        obstacles.DelayedObstacle(env.now + 500, "waiting_for_retry_backoff", traceback) in obstacle
-    )  # the obstacle has the whole text
+    # The obstacle has the whole text.
+    assert obstacles.DelayedObstacle(env.now + 500, "waiting_for_retry_backoff", traceback) in obstacle
 
 
 async def test_explain_reports_a_running_execution(env: Env) -> None:
@@ -107,6 +106,27 @@ async def test_explain_reports_the_reason_of_a_delay(env: Env) -> None:
     env.clock.advance_ms(70)
     await env.engine.promote_delayed(claim.execution_id)
     assert "oven" not in (await obstacle_of(env, claim.execution_id)).sentence()
+
+
+async def test_explain_reports_that_no_worker_notices_that_a_delay_or_sleep_is_over(
+    function: DurableFunction, env: Env
+) -> None:
+    delayed = await env.create(delay_until=env.now + 70)
+    await function.timer("sleep", 70)
+    await function.park("sleep")
+    over = env.now + 70
+    waits = [await obstacle_of(env, e) for e in (delayed, function.e)]
+    assert [one.sentence() for one in waits] == [
+        f"It is delayed until {format_instant(over)}.",
+        f"It sleeps until {format_instant(over)}.",
+    ]
+
+    env.clock.advance_ms(70)
+    for e in (delayed, function.e):
+        assert await obstacle_of(env, e) == obstacles.NoWorker("default", "default")
+
+    await register_live(env)
+    assert [await obstacle_of(env, e) for e in (delayed, function.e)] == waits
 
 
 @pytest.mark.parametrize("reason", ["paused_by_operator", "paused_by_policy"])
@@ -260,6 +280,34 @@ async def test_explain_reports_children_and_approvals(function: DurableFunction,
     waits = obstacles.SuspendedObstacle("waiting_for_signal", ("all", "approval:ship#0"), None, what)
     assert await obstacle_of(env, function.e) == waits
     assert waits.sentence() == f"It waits for {what[0]} or {what[1]}."
+
+
+async def test_explain_reports_what_holds_a_run_and_since_when(env: Env, function: DurableFunction) -> None:
+    why = "step 'bill' would run for the first time although 'charge' ran before: was it renamed or moved?"
+    hold = GateArgs(name="hold:bill#0.0", kind=GateKind.MAILBOX, mailbox="ff.hold", task="order", version="2", note=why)
+    since = env.now
+    await function.engine.open_gates_and_park(function.claim.handle, (hold,))
+    env.clock.advance_ms(5)
+
+    held = obstacles.Held("order", "2", since, why)
+    assert await obstacle_of(env, function.e) == held
+    assert held.sentence().startswith(f"It is held since {format_instant(since)} by version 2: {why} It continues ")
+    assert f"ff release {function.e} --accept   takes the new way, once" in held.remedies(function.e)
+    assert await env.engine.count_held() == {"order": 1}
+    assert await env.engine.count_held(namespaces=["n2"]) == {}
+
+
+async def test_explain_reports_a_version_that_no_worker_has(env: Env) -> None:
+    e = await env.create(policy=requires("gpu", "ff.version=1"))
+    pinned = obstacles.Pinned("1", "default")
+    assert await obstacle_of(env, e) == pinned
+    await register_live(env, "i1", capabilities=["gpu", "ff.version=2"])
+    assert await obstacle_of(env, e) == pinned
+    assert pinned.sentence() == "It is pinned to 1, which no worker of lane default has; start one, or ff unpin."
+    assert any(remedy.startswith(f"ff unpin {e}") for remedy in pinned.remedies(e))
+
+    await register_live(env, "i2", capabilities=["ff.version=1"])
+    assert isinstance(await obstacle_of(env, e), obstacles.NoCapableWorker)
 
 
 def test_every_obstacle_has_a_test() -> None:

@@ -33,10 +33,9 @@ async def next_execution(env: Env, method: str) -> str | None:
 
 @pytest.mark.parametrize("method", [*CLAIM_METHODS, "bare"])
 async def test_a_flood_from_one_tenant_does_not_starve_another(env: Env, method: str) -> None:
-    for _ in range(30):
-        await env.create(policy=tenant("flood"))
+    await env.create_each([{"policy": tenant("flood")}] * 30)
     env.clock.advance_ms(1000)
-    late = {await env.create(policy=tenant("late")) for _ in range(5)}
+    late = set(await env.create_each([{"policy": tenant("late")}] * 5))
 
     got = [await next_execution(env, method) for _ in range(10)]
 
@@ -139,8 +138,7 @@ async def test_a_new_tenant_is_served_within_one_round_of_many_tenants(
 ) -> None:
     monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", max_queues)
     for _ in range(4):
-        for n in range(12):
-            await env.create(policy=tenant(f"t{n:02}"))
+        await env.create_each({"policy": tenant(f"t{n:02}")} for n in range(12))
         env.clock.advance_ms(1)
     for _ in range(3):
         await next_execution(env, method)
@@ -156,11 +154,13 @@ async def test_a_new_tenant_is_served_within_one_round_of_many_tenants(
 @pytest.mark.parametrize("limited", [12, 6, 0])
 async def test_weights_hold_with_many_tenants(env: Env, batch: int, limited: int) -> None:
     await policy(env, cap=100)
+    tenants = [f"t{n:02}" for n in range(12)]
+    limits = [{"quota_policy_ids": [Q]} if n < limited else {} for n in range(12)]
+    terms = [tenant(name, 4 if n == 0 else 1, **limits[n]) for n, name in enumerate(tenants)]
     names: dict[str, str] = {}
     for _ in range(12):
-        for n in range(12):
-            limits = {"quota_policy_ids": [Q]} if n < limited else {}
-            names[await env.create(policy=tenant(f"t{n:02}", 4 if n == 0 else 1, **limits))] = f"t{n:02}"
+        created = await env.create_each({"policy": each} for each in terms)
+        names |= zip(created, tenants, strict=True)
         env.clock.advance_ms(1)
 
     got: Counter[str] = Counter()
@@ -178,7 +178,7 @@ async def test_every_one_of_very_many_queues_is_reached(
     monkeypatch.setattr(ready_queues, "MAX_COMPARED_QUEUES", max_compared)
     names = [f"t{n:03}" for n in range(150)]
     terms = {name: tenant(name) if each == "tenant" else requires(name) for name in names}
-    waiting = {await env.create(policy=terms[name]) for name in names}
+    waiting = set(await env.create_each({"policy": terms[name]} for name in names))
 
     got = set()
     while claimed := await claim_admitted(env, 40, capabilities=names):
@@ -194,12 +194,13 @@ async def test_a_batch_claim_serves_as_many_tenants_as_its_limit_allows(
 ) -> None:
     monkeypatch.setattr(ready_queues, "MAX_QUEUES_PER_CLAIM", 10)
     monkeypatch.setattr(ready_queues, "MAX_COMPARED_QUEUES", max_compared)
+    tenants = [f"t{n:02}" for n in range(30)]
     names: dict[str, str] = {}
     for _ in range(3):
-        for n in range(30):
-            names[await env.create(policy=tenant(f"t{n:02}"))] = f"t{n:02}"
+        created = await env.create_each({"policy": tenant(name)} for name in tenants)
+        names |= zip(created, tenants, strict=True)
         env.clock.advance_ms(1)
-    urgent = {await env.create(priority=1, policy=tenant("urgent")) for _ in range(5)}
+    urgent = set(await env.create_each([{"priority": 1, "policy": tenant("urgent")}] * 5))
 
     async def claimed(count: int) -> list[str]:
         if method != "bare":

@@ -10,7 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.metrics import queue_depth
-from flowfabric.engine.metrics.registry import Metrics
+from flowfabric.engine.metrics.recorder import Metrics
 from flowfabric.rules.scheduling.queue_depth import CountedIndex
 from tests.scenarios.env import Env
 from tests.scenarios.flow_env import FlowEnv
@@ -165,8 +165,7 @@ async def test_cancelled_members_are_counted_with_their_attempts(flow: FlowEnv) 
     await flow.begin("ab")
     await flow.claim("a")
     await flow.engine.cancel_flow_header(flow.id, reason="r")
-    flow.clock.advance_ms(30_000)
-    await flow.sweep("cancel_reconciler")
+    await flow.sweep("cancel_reconciler", after_ms=30_000)
 
     assert counter(flow.engine, "ff_completions") == {("default", "cancelled"): 2}
     assert counter(flow.engine, "ff_attempt_outcome") == {("default", "cancelled"): 1}

@@ -11,11 +11,11 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow, partition_of
 from flowfabric.model.answers.execution import RetryScheduled
 from flowfabric.model.answers.limits import AlreadyApplied
-from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.change import Change, Guard, Patch
 from flowfabric.model.execution import Execution
+from flowfabric.model.limits.budget import Budget, BudgetDimension
+from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import BlockingReason
-from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
@@ -50,9 +50,8 @@ async def test_the_promoter_sweep_promotes_due_executions_only(env: Env) -> None
 
     env.clock.advance_ms(499)
     async with env.unchanged():
-        assert (await env.engine.sweep_once("delayed_promoter")).processed == 0
-    env.clock.advance_ms(1)
-    assert (await env.engine.sweep_once("delayed_promoter")).processed == 1
+        assert await env.sweep("delayed_promoter") == 0
+    assert await env.sweep("delayed_promoter", after_ms=1) == 1
 
     vector = await env.vector(claim.execution_id)
     assert vector == "runnable/unowned/eligible_now/waiting_for_worker/none/pending_retry_attempt/waiting"
@@ -70,10 +69,8 @@ async def test_the_deadline_sweep_expires_executions_in_every_phase(env: Env) ->
     suspended = await env.create_and_claim(execution_deadline_at=deadline)
     await Waits(env).suspend(suspended)
 
-    env.clock.advance_ms(999)
-    assert (await env.engine.sweep_once("execution_deadline")).processed == 0
-    env.clock.advance_ms(1)
-    assert (await env.engine.sweep_once("execution_deadline")).processed == 5
+    assert await env.sweep("execution_deadline", after_ms=999) == 0
+    assert await env.sweep("execution_deadline", after_ms=1) == 5
 
     for e in (queued, claim.execution_id, blocked, delayed, suspended.execution_id):
         row = await env.row(e)
@@ -89,13 +86,13 @@ async def test_the_lease_expiry_sweep_marks_leases_and_does_not_requeue(env: Env
     await env.engine.renew(renewed.handle, lease_ttl_ms=9000)
     env.clock.advance_ms(1000)
 
-    assert (await env.engine.sweep_once("lease_expiry")).processed == 1
+    assert await env.sweep("lease_expiry") == 1
 
     assert await env.vector(claim.execution_id) == EXPIRED_LEASE
     assert await env.vector(renewed.execution_id) == ACTIVE
     assert await env.eligible() == []
     async with env.unchanged():
-        assert (await env.engine.sweep_once("lease_expiry")).processed == 0
+        assert await env.sweep("lease_expiry") == 0
     takeover = await env.claim_existing("wb")
     assert (takeover.execution_id, takeover.attempt_type, takeover.lease_epoch) == (claim.execution_id, "reclaim", 2)
 
@@ -114,7 +111,7 @@ async def test_a_lease_renewed_after_the_scan_is_not_marked_expired(env: Env) ->
         env.clock.advance_ms(1)
 
     env.store.after_due = too_late
-    assert (await env.engine.sweep_once("lease_expiry")).processed == 0
+    assert await env.sweep("lease_expiry") == 0
     assert await env.vector(claim.execution_id) == ACTIVE
 
 
@@ -215,7 +212,7 @@ async def test_the_unblock_sweep_skips_other_reasons_and_fails_closed(env: Env) 
     assert await env.vector(unreadable) == BUDGET_BLOCKED
     assert (await env.row(foreign)).eligibility_state == "blocked_by_budget"
     await patch_budget(env, limit=10)
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock") == 1
     assert await env.vector(unreadable) == WAITING
     assert (await env.row(foreign)).eligibility_state == "blocked_by_budget"
 
@@ -226,11 +223,9 @@ async def test_the_unblock_sweep_unblocks_every_execution_that_could_be_admitted
     assert len(await claim_admitted(env, lease_ttl_ms=90_000)) == 1
     blocked = [await env.create(policy=LIMITED | needs) for needs in (requires("gpu"), {}, {})]
     assert await claim_admitted(env, 5, capabilities=["gpu"]) == []
-    env.clock.advance_ms(59_999)
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock", after_ms=59_999) == 0
 
-    env.clock.advance_ms(1)
-    assert (await env.engine.sweep_once("unblock")).processed == 3
+    assert await env.sweep("unblock", after_ms=1) == 3
 
     assert [await env.vector(e) for e in blocked] == [WAITING] * 3
     [got] = await claim_admitted(env, 5)
@@ -243,7 +238,7 @@ async def test_an_execution_with_a_slot_is_unblocked_at_full_capacity(env: Env) 
     await env.engine.check_admission(Q, e, window_seconds=60, rate_limit=0, concurrency_cap=1)
     await env.engine.block_execution_for_admission(e, reason="waiting_for_quota")
 
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock") == 1
 
     assert await claim_admitted(env) == [e]
 
@@ -262,14 +257,14 @@ async def test_the_unblock_sweep_opens_routes_when_the_registry_is_unavailable(
 ) -> None:
     e = await env.create(policy=requires("gpu"))
     await env.engine.block_route(e)
-    assert (await env.engine.sweep_once("unblock")).processed == 0
+    assert await env.sweep("unblock") == 0
     assert await env.vector(e) == ROUTE_BLOCKED
 
     async def away(namespace: str) -> list[RegisteredWorker]:
         raise errors.StoreUnavailable("registry", backend="test", in_doubt=False)
 
     monkeypatch.setattr(env.engine.routes, "list_live_workers", away)
-    assert (await env.engine.sweep_once("unblock")).processed == 1
+    assert await env.sweep("unblock") == 1
     assert await env.vector(e) == WAITING
 
 

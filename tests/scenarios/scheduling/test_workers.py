@@ -11,7 +11,14 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter, fnv1a_64
 from flowfabric.model.answers.execution import ClaimGrant
-from flowfabric.model.worker import MarkedDead, NotRegistered, WorkerRefreshed, WorkerRegistered
+from flowfabric.model.scheduling.worker import (
+    MarkedDead,
+    NotRegistered,
+    ServedTask,
+    TaskEntry,
+    WorkerRefreshed,
+    WorkerRegistered,
+)
 from tests.scenarios.env import ACTIVE, WAITING, Env
 from tests.scenarios.scheduling.test_grants import requires
 
@@ -33,8 +40,8 @@ async def events(env: Env, instance: str = "i1", namespace: str = "default") -> 
     return [(event.event_kind, event.event_at_ms, event.reason) for event in log]
 
 
-async def list_instance_ids(env: Env, namespace: str = "default") -> list[str]:
-    return [entry.worker_instance_id for entry in (await env.engine.list_workers(namespace)).entries]
+async def list_instance_ids(env: Env) -> list[str]:
+    return [entry.worker_instance_id for entry in (await env.engine.list_workers("default")).entries]
 
 
 @pytest.mark.spec("S-083")
@@ -81,11 +88,47 @@ async def test_registering_again_keeps_the_first_registration_time(env: Env) -> 
         ({"lanes": []}, "lanes: empty"),
         ({"capabilities": ["a,b"]}, "capabilities: comma in token: 'a,b'"),
         ({"capabilities": ["a b"]}, "capabilities: control or whitespace character in token: 'a b'"),
+        ({"tasks": ["mail"]}, "tasks: not a ServedTask"),
+        ({"tasks": "mail"}, "tasks: not a list"),
+        ({"tasks": [ServedTask(name="mail"), ServedTask(name="mail", lane="b")]}, "tasks: two have the same name"),
+        ({"tasks": [ServedTask(name="mail", input_schema="[]")]}, "input_schema: not a JSON object"),
+        ({"tasks": [ServedTask(name="mail", result_schema="{")]}, "result_schema: not a JSON object"),
+        (
+            {"tasks": [ServedTask(name=f"t{n}", input_schema='{"title":"%s"}' % ("x" * 9000)) for n in range(30)]},
+            "tasks: schemas of more than 262144 bytes",
+        ),
     ],
 )
 async def test_invalid_registrations_are_refused(env: Env, options: dict[str, Any], detail: str) -> None:
     async with env.refused(errors.InvalidInput, detail):
         await register(env, **options)
+
+
+async def test_the_tasks_of_live_workers_are_listed_as_the_last_registration_describes_them(env: Env) -> None:
+    old = [ServedTask(name="pay", lane="slow"), ServedTask(name="mail", input_schema='{"type":"object"}')]
+    await register(env, "i2", tasks=old)
+    env.clock.advance_ms(1)
+    new = [ServedTask(name="mail", lane="fast", input_schema='{"a":1}', result_schema="{}")]
+    await register(env, "i1", tasks=new)
+    await register(env, "i1", "pool", namespace="n2", tasks=[ServedTask(name="mail")])
+    await register(env, "i3")
+
+    mail = TaskEntry(namespace="default", name="mail", lane="fast", workers=2, input_schema={"a": 1}, result_schema={})
+    pay = TaskEntry(namespace="default", name="pay", lane="slow", workers=1)
+    other = TaskEntry(namespace="n2", name="mail", lane="default", workers=1)
+    found = await env.engine.list_tasks()
+    assert (found.tasks, found.complete) == ([mail, pay, other], True)
+    assert (await env.engine.list_tasks(namespace="n2")).tasks == [other]
+    assert (await env.engine.list_tasks(namespaces=["n2", "n3"])).tasks == [other]
+    assert (await env.engine.list_tasks(namespace="default", namespaces=["n2"])).tasks == []
+
+    await heartbeat(env, "i2")
+    assert (await env.engine.list_tasks()).tasks == [mail, pay, other]
+    await env.engine.mark_worker_dead(worker_instance_id="i1")
+    [first, _, _] = (await env.engine.list_tasks()).tasks
+    assert (first.lane, first.workers, first.input_schema) == ("default", 1, {"type": "object"})
+    env.clock.advance_ms(2000)
+    assert (await env.engine.list_tasks()).tasks == []
 
 
 @pytest.mark.spec("S-084")
@@ -126,12 +169,11 @@ async def test_the_ttl_sweep_removes_expired_workers_and_records_an_event(env: E
 
     env.clock.advance_ms(1000)
     assert await list_instance_ids(env) == []
-    assert (await env.engine.sweep_once("worker_registry_ttl_sweep")).processed == 0  # it expired just now
-    env.clock.advance_ms(1)
-    assert (await env.engine.sweep_once("worker_registry_ttl_sweep")).processed == 1
+    assert await env.sweep("worker_registry_ttl_sweep") == 0  # it expired just now
+    assert await env.sweep("worker_registry_ttl_sweep", after_ms=1) == 1
     assert (await events(env))[-1] == ("ttl_swept", env.now, None)
     async with env.unchanged():
-        assert (await env.engine.sweep_once("worker_registry_ttl_sweep")).processed == 0
+        assert await env.sweep("worker_registry_ttl_sweep") == 0
 
 
 @pytest.mark.spec("S-085")
@@ -140,7 +182,7 @@ async def test_a_worker_that_registers_again_after_the_scan_is_not_swept(env: En
     env.clock.advance_ms(1001)
     env.store.after_due = lambda: register(env)
 
-    assert (await env.engine.sweep_once("worker_registry_ttl_sweep")).processed == 0
+    assert await env.sweep("worker_registry_ttl_sweep") == 0
 
     assert await list_instance_ids(env) == ["i1"]
 
@@ -165,6 +207,24 @@ async def test_list_workers_pages_by_instance_id(env: Env) -> None:
     assert (len(four.entries), four.cursor) == (4, None)
     async with env.refused(errors.Unavailable):
         await env.engine.list_workers()
+
+
+async def test_the_workers_of_all_namespaces_are_listed_in_pages(env: Env) -> None:
+    for namespace, name in (("n2", "a"), ("n1", "b"), ("n1", "a"), ("n3", "c")):
+        await register(env, name, namespace=namespace)
+
+    found = []
+    after = None
+    while True:
+        page = await env.engine.list_workers(after=after, limit=3, all_namespaces=True)
+        found += [(entry.namespace, entry.worker_instance_id) for entry in page.entries]
+        if page.cursor is None:
+            break
+        after = page.cursor
+
+    assert found == [("n1", "a"), ("n1", "b"), ("n2", "a"), ("n3", "c")]
+    async with env.refused(errors.InvalidInput):
+        await env.engine.list_workers(after="nonsense", all_namespaces=True)
 
 
 @pytest.mark.spec("S-087")

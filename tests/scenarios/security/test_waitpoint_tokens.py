@@ -8,7 +8,7 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.admin import PartitionRotation
 from flowfabric.model.condition import Single
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules.security.keystore import (
     KeyAlreadySeeded,
     KeyIds,
@@ -182,7 +182,7 @@ async def test_several_keys_may_be_in_grace_at_once(env: Env, waits: Waits) -> N
 
 
 async def test_a_token_equals_the_test_vector_of_the_specification(env: Env, keyless: Engine) -> None:
-    from flowfabric.model.signing_key import SigningKey
+    from flowfabric.model.security.signing_key import SigningKey
     from flowfabric.rules.security.waitpoint_token import mint_token
 
     token = mint_token(

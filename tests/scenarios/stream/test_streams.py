@@ -135,8 +135,8 @@ async def test_a_stream_records_why_it_was_closed(env: Env, waits: Waits) -> Non
 
 @pytest.mark.spec("SS-049")
 async def test_a_retried_failure_closes_the_stream_of_its_attempt(env: Env) -> None:
-    claim = await env.create_and_claim(policy={"retry_policy": {"max_retries": 1}})
-    e, t = claim.execution_id, env.now
+    claim, e = await env.create_claimed(policy={"retry_policy": {"max_retries": 1}})
+    t = env.now
     await env.engine.append_frame(claim.handle, b"first")
     await env.engine.fail(claim.handle, reason="flaky")
     await env.promote(e)
@@ -209,8 +209,8 @@ async def test_stream_cursors_and_counts_are_validated(env: Env) -> None:
 
 @pytest.mark.spec("SS-050")
 async def test_a_read_includes_both_bounds(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e, t = claim.execution_id, env.now
+    claim, e = await env.create_claimed()
+    t = env.now
     for text in (b"a", b"b"):
         await env.engine.append_frame(claim.handle, text)
     env.clock.advance_ms(1)
@@ -244,8 +244,7 @@ async def tailing(env: Env, e: str, **options: object) -> asyncio.Task[tuple[Str
 
 @pytest.mark.spec("SS-051")
 async def test_a_tail_waits_for_a_frame_or_its_timeout(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     tail = await tailing(env, e, after="0-0", block_ms=20_000)
     await env.engine.append_frame(claim.handle, b"wake")
 
@@ -290,8 +289,7 @@ async def test_a_tail_ignores_frames_it_cannot_see(env: Env) -> None:
 
 @pytest.mark.spec("SS-054")
 async def test_best_effort_frames_expire(env: Env) -> None:
-    claim = await env.create_and_claim(ttl=1_000_000)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(ttl=1_000_000)
     for number in (1, 2):
         assert await best_effort(env, claim, ttl_ms=5000) == number
     env.clock.advance_ms(9_999)
@@ -373,8 +371,7 @@ async def test_the_best_effort_limit_follows_the_frame_rate(env: Env) -> None:
 
 
 async def test_readers_beyond_the_limit_are_refused(env: Env) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    _, e = await env.create_claimed()
     tails = [await tailing(env, e, block_ms=20_000) for _ in range(64)]
 
     with pytest.raises(errors.ResourceExhausted) as refusal:

@@ -68,8 +68,8 @@ async def test_a_suspension_reason_maps_to_a_blocking_reason(
 async def test_describe_suspension_shows_the_request_and_the_outcome(env: Env, waits: Waits) -> None:
     condition = AllConditions((Single("a", ByName("go")), Single("b")))
     policy = ResumePolicy(resume_delay_ms=7, consume_matched_signals=False)
-    claim = await env.create_and_claim()
-    e, t = claim.execution_id, env.now
+    claim, e = await env.create_claimed()
+    t = env.now
     assert await env.engine.describe_suspension(e) is None
     await env.engine.create_waitpoint(claim.handle, "early", DAY)
     assert await env.engine.describe_suspension(e) is None
@@ -263,8 +263,8 @@ async def test_a_timeout_only_member_needs_no_deadline(env: Env, waits: Waits) -
 
 
 async def test_the_fence_is_checked_after_the_key_and_the_execution(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e, whole = claim.execution_id, fence_of(claim)
+    claim, e = await env.create_claimed()
+    whole = fence_of(claim)
     missing = env.engine.new_execution_id()
     suspend = env.engine.suspend_by_triple
     async with env.unchanged():

@@ -218,7 +218,14 @@ async def lose_reply_after(
     assert len(flaky.faults.losses) == 1
 
 
-async def test_a_signal_with_a_lost_reply_counts_once_when_another_follows(flaky: FlakyEnv) -> None:
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, ["mine", "theirs"]), ({"signal_maxlen": 1}, ["theirs"])],
+    ids=["it is in the log", "it left the log"],
+)
+async def test_a_signal_with_a_lost_reply_counts_once_when_another_follows(
+    flaky: FlakyEnv, options: dict[str, Any], kept: list[str]
+) -> None:
     claim = await flaky.env.create_and_claim()
     p = await flaky.waits.suspend(claim, OperatorOnly())
 
@@ -226,12 +233,12 @@ async def test_a_signal_with_a_lost_reply_counts_once_when_another_follows(flaky
         assert isinstance(await flaky.waits.send(claim.execution_id, "mine", p), Accepted)
 
     async def concurrently() -> None:
-        other = flaky.waits.signal_args(claim.execution_id, "theirs", p.waitpoint_id, p.waitpoint_token)
+        other = flaky.waits.signal_args(claim.execution_id, "theirs", p.waitpoint_id, p.waitpoint_token, **options)
         await flaky.other.deliver_signal(other)
 
     await lose_reply_after(flaky, call, concurrently)
 
-    assert [row.signal_name for row in await flaky.rows("ff_signal")] == ["mine", "theirs"]
+    assert [row.signal_name for row in await flaky.rows("ff_signal")] == kept
     assert (await flaky.waits.record(claim.execution_id, p.waitpoint_id)).signal_count == 2
 
 
@@ -305,29 +312,9 @@ async def test_a_message_with_a_lost_reply_is_not_sent_again_after_it_was_receiv
     assert (await flaky.other.read_waits(claim.execution_id)).memos["r0"].payload == b"mine"
 
 
-async def test_a_signal_with_a_lost_reply_counts_once_after_it_left_the_log(flaky: FlakyEnv) -> None:
-    claim = await flaky.env.create_and_claim()
-    p = await flaky.waits.suspend(claim, OperatorOnly())
-
-    async def call() -> None:
-        assert isinstance(await flaky.waits.send(claim.execution_id, "mine", p), Accepted)
-
-    async def concurrently() -> None:
-        other = flaky.waits.signal_args(
-            claim.execution_id, "theirs", p.waitpoint_id, p.waitpoint_token, signal_maxlen=1
-        )
-        await flaky.other.deliver_signal(other)
-
-    await lose_reply_after(flaky, call, concurrently)
-
-    assert [row.signal_name for row in await flaky.rows("ff_signal")] == ["theirs"]
-    assert (await flaky.waits.record(claim.execution_id, p.waitpoint_id)).signal_count == 2
-
-
 @pytest.mark.parametrize("expires_in", [0, 60_000], ids=["swept", "signalled"])
 async def test_a_waitpoint_with_a_lost_reply_is_created_once(flaky: FlakyEnv, expires_in: int) -> None:
-    claim = await flaky.env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await flaky.env.create_claimed()
     first = await flaky.engine.create_waitpoint(claim.handle, "first", 60_000)
 
     async def call() -> None:
@@ -380,28 +367,18 @@ async def test_a_resume_with_a_lost_reply_does_not_end_the_next_suspension(flaky
     assert await flaky.other.read_execution_state(claim.execution_id) is PublicState.SUSPENDED
 
 
-async def test_a_resume_with_a_lost_reply_is_recognised_after_the_next_claim(flaky: FlakyEnv) -> None:
+@pytest.mark.parametrize("by", ["an operator", "the timeout"])
+async def test_a_resume_with_a_lost_reply_is_recognised_after_the_next_claim(flaky: FlakyEnv, by: str) -> None:
     claim = await flaky.env.create_and_claim()
-    await flaky.waits.suspend(claim)
+    timeout: dict[str, Any] = {"timeout_at": flaky.env.now, "timeout_behavior": TimeoutBehavior.AUTO_RESUME}
+    await flaky.waits.suspend(claim, **(timeout if by == "the timeout" else {}))
     message = MessageArgs(execution_id=claim.execution_id, mailbox="m", message_id=flaky.waits.new_id(), payload=b"hi")
 
     async def call() -> None:
-        assert await flaky.engine.resume_execution(claim.execution_id) == Resumed(PublicState.WAITING)
-
-    async def concurrently() -> None:
-        assert await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1") is not None
-        await flaky.other.send_message(message)
-
-    await lose_reply_after(flaky, call, concurrently)
-
-
-async def test_a_timeout_with_a_lost_reply_is_recognised_after_the_next_claim(flaky: FlakyEnv) -> None:
-    claim = await flaky.env.create_and_claim()
-    await flaky.waits.suspend(claim, timeout_at=flaky.env.now, timeout_behavior=TimeoutBehavior.AUTO_RESUME)
-    message = MessageArgs(execution_id=claim.execution_id, mailbox="m", message_id=flaky.waits.new_id(), payload=b"hi")
-
-    async def call() -> None:
-        assert await flaky.engine.expire_suspension(claim.execution_id) is SuspensionExpiry.RESUMED
+        if by == "the timeout":
+            assert await flaky.engine.expire_suspension(claim.execution_id) is SuspensionExpiry.RESUMED
+        else:
+            assert await flaky.engine.resume_execution(claim.execution_id) == Resumed(PublicState.WAITING)
 
     async def concurrently() -> None:
         assert await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1") is not None

@@ -62,8 +62,7 @@ async def test_an_operator_resume_closes_the_suspension_and_its_waitpoints(env: 
 async def test_a_suspension_timeout_ends_the_execution(
     env: Env, waits: Waits, behavior: TimeoutBehavior, outcome: str, attempt: AttemptRecordState
 ) -> None:
-    claim = await env.create_and_claim(policy=RETRIES)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy=RETRIES)
     await env.engine.append_frame(claim.handle, b"frame")
     p = await waits.suspend(claim, timeout_at=env.now + 100, timeout_behavior=behavior)
 
@@ -138,7 +137,7 @@ async def test_an_escalated_suspension_waits_for_an_operator(env: Env, waits: Wa
     )
     env.clock.advance_ms(10**9)
     async with env.unchanged():
-        assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
+        assert await env.sweep("suspension_timeout") == 0
     assert await waits.effect(e, "go", p) == SATISFIED
 
 
@@ -150,7 +149,7 @@ async def test_a_signal_after_the_timeout_and_before_the_sweep_resumes(env: Env,
 
     assert await waits.effect(e, "go", p) == SATISFIED
 
-    assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
+    assert await env.sweep("suspension_timeout") == 0
     assert await env.engine.expire_suspension(e) is SuspensionExpiry.NOT_SUSPENDED
     assert await env.vector(e) == RESUMABLE
     assert await env.completions(e) == []
@@ -158,8 +157,7 @@ async def test_a_signal_after_the_timeout_and_before_the_sweep_resumes(env: Env,
 
 @pytest.mark.spec("SS-046")
 async def test_a_stream_continues_across_a_resume(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     for text in (b"f1", b"f2"):
         await env.engine.append_frame(claim.handle, text)
     p = await waits.suspend(claim)
@@ -225,8 +223,7 @@ async def test_a_worker_claims_a_resumed_execution(env: Env, waits: Waits) -> No
 
 
 async def test_a_suspended_attempt_keeps_its_remaining_timeout(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
-    e = claim.execution_id
+    claim, e = await env.create_claimed(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
     env.clock.advance_ms(400)
     p = await waits.suspend(claim)
     assert "attempt_timeout_at" not in await env.core(e)
@@ -243,15 +240,13 @@ async def test_cancel_and_deadline_close_the_waitpoints(env: Env, waits: Waits) 
         ("cancel", "cancelled", "cancelled", "attempt_cancelled"),
         ("deadline", "expired", "expired:execution_deadline", "expired"),
     ):
-        claim = await env.create_and_claim(execution_deadline_at=env.now + 1000)
-        e = claim.execution_id
+        claim, e = await env.create_claimed(execution_deadline_at=env.now + 1000)
         await env.engine.append_frame(claim.handle, b"frame")
         p = await waits.suspend(claim)
         if end == "cancel":
             await env.engine.cancel_execution(e, reason="enough")
         else:
-            env.clock.advance_ms(1000)
-            await env.engine.sweep_once("execution_deadline")
+            await env.sweep("execution_deadline", after_ms=1000)
 
         assert await env.vector(e) == terminal(outcome)
         record = await waits.record(e, p.waitpoint_id)

@@ -11,7 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.ids import ExecutionId, partition_of
 from flowfabric.model.change import Change, Guard, Upsert
 from flowfabric.model.condition import AllConditions, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly
-from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.model.suspension import TimeoutBehavior, WaitpointState
 from flowfabric.rules.suspension.arguments import FreshWaitpoint
 from flowfabric.rules.suspension.resume import SuspensionExpiry
@@ -56,6 +56,7 @@ async def test_a_signal_is_validated_in_the_specified_order(env: Env, waits: Wai
     again = await waits.send(e, "go", p, idempotency_key="first", max_signals_per_execution=1)
     assert isinstance(again, DuplicateDelivery)
     await env.engine.cancel_execution(e, reason="over")
+    await env.wait_until_idle()
     await refused(errors.TargetNotSignalable)
     assert isinstance(await waits.send(e, "go", p, idempotency_key="first"), DuplicateDelivery)
     await refused(errors.InvalidToken, waitpoint_token="k1:" + "0" * 64, stamped=True)
@@ -90,7 +91,7 @@ async def test_a_closed_waitpoint_keeps_its_reason_after_its_expiry(env: Env, wa
     env.clock.advance_ms(1000)
 
     async with env.unchanged():
-        assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 0
+        assert await env.sweep("pending_wp_expiry") == 0
 
     assert (await waits.record(claim.execution_id, pending.waitpoint_id)).close_reason == "changed my mind"
 
@@ -260,7 +261,7 @@ async def test_a_suspension_times_out_at_its_instant_and_not_before(env: Env, wa
     env.clock.advance_ms(99)
     async with env.unchanged():
         assert await env.engine.expire_suspension(e) is SuspensionExpiry.NOT_DUE
-        assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
+        assert await env.sweep("suspension_timeout") == 0
     assert await waits.effect(e, "go", p) == APPENDED
     env.clock.advance_ms(1)
 
@@ -323,6 +324,6 @@ async def test_created_waitpoints_are_pending_and_distinct(env: Env, waits: Wait
     assert await waits.effect(claim.execution_id, "go", two, idempotency_key="i") == BUFFERED
     env.clock.advance_ms(1000)
     assert (await env.engine.list_pending_waitpoints(claim.execution_id)).entries == []
-    assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 2
+    assert await env.sweep("pending_wp_expiry") == 2
     record = await waits.record(claim.execution_id, one.waitpoint_id)
     assert (record.state, record.close_reason, record.signal_count) == ("closed", "never_committed", 1)

@@ -24,8 +24,8 @@ EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
 
 @pytest.mark.spec("SS-001")
 async def test_suspend_releases_the_lease_and_opens_a_waitpoint(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e, p = claim.execution_id, waits.new_id()
+    claim, e = await env.create_claimed()
+    p = waits.new_id()
     args = waits.args(
         named("approve", key=f"wpk:{p}"), FreshWaitpoint(p, f"wpk:{p}"), reason_code="waiting_for_approval"
     )
@@ -181,8 +181,7 @@ async def test_a_suspend_key_belongs_to_one_execution(env: Env, waits: Waits) ->
 
 @pytest.mark.spec("SS-008")
 async def test_a_suspend_key_survives_a_resume(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     first = await env.engine.suspend(claim.handle, waits.args(idempotency_key="K"))
     assert await waits.effect(e, "go", first.details) == SATISFIED
     again = await env.grant_and_resume(e)
@@ -198,8 +197,8 @@ async def test_a_suspend_key_survives_a_resume(env: Env, waits: Waits) -> None:
 
 @pytest.mark.spec("SS-009")
 async def test_a_suspend_key_expires_a_minute_after_its_timeout(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e, t = claim.execution_id, env.now
+    claim, e = await env.create_claimed()
+    t = env.now
     options: dict[str, Any] = {"timeout_behavior": TimeoutBehavior.AUTO_RESUME, "timeout_at": t + 1000}
     first = await env.engine.suspend(claim.handle, waits.args(idempotency_key="K", **options))
     await waits.time_out(t + 1000)
@@ -219,8 +218,7 @@ async def test_a_suspend_key_expires_a_minute_after_its_timeout(env: Env, waits:
 
 @pytest.mark.spec("SS-010")
 async def test_a_suspend_after_lease_expiry_is_refused_and_marks_the_lease(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     await env.engine.append_frame(claim.handle, b"one")
     env.clock.advance_ms(LEASE_MS + 1)
 
@@ -287,8 +285,8 @@ async def test_a_suspension_on_a_signalled_waitpoint_shows_the_last_signal_time(
 
 
 async def test_suspend_by_triple_is_fenced_like_a_handle(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e, fence = claim.execution_id, fence_of(claim)
+    claim, e = await env.create_claimed()
+    fence = fence_of(claim)
     missing = env.engine.new_execution_id()
 
     async with env.refused(errors.NotFound, entity="execution"):
@@ -328,8 +326,8 @@ async def test_suspending_without_a_signing_key_is_refused(keyless: Any, clock: 
 
 
 async def test_an_already_satisfied_suspend_leaves_no_open_suspension(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e, t = claim.execution_id, env.now
+    claim, e = await env.create_claimed()
+    t = env.now
     pending = await env.engine.create_waitpoint(claim.handle, "kp", 60_000)
     await waits.effect(e, "go", pending)
     timed: dict[str, Any] = {"timeout_at": t + 1000, "timeout_behavior": TimeoutBehavior.FAIL}
@@ -344,5 +342,5 @@ async def test_an_already_satisfied_suspend_leaves_no_open_suspension(env: Env, 
     assert (await env.engine.list_suspended(DEFAULT_PARTITION)).entries == []
     env.clock.now = t + 1000
     async with env.unchanged():
-        assert (await env.engine.sweep_once("suspension_timeout")).processed == 0
+        assert await env.sweep("suspension_timeout") == 0
     assert isinstance(await env.engine.suspend(claim.handle, waits.args()), Suspended)

@@ -29,7 +29,7 @@ async def test_a_suspend_activates_a_pending_waitpoint(env: Env, waits: Waits) -
     record = await waits.record(e, pending.waitpoint_id)
     assert (record.state, record.activated_at, record.expires_at) == ("active", env.now, env.now + 90_000)
     env.clock.advance_ms(60_000)  # the pending deadline no longer applies
-    assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 0
+    assert await env.sweep("pending_wp_expiry") == 0
     assert await waits.effect(e, "go", pending) == SATISFIED
 
 
@@ -85,8 +85,7 @@ async def test_a_buffered_signal_counts_towards_the_condition(env: Env, waits: W
 
 @pytest.mark.spec("SS-023")
 async def test_an_expired_pending_waitpoint_is_closed_before_and_after_the_sweep(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim(ttl=10 * LEASE_MS)
-    e = claim.execution_id
+    claim, e = await env.create_claimed(ttl=10 * LEASE_MS)
     pending = await env.engine.create_waitpoint(claim.handle, "kp", 1000)
     assert await waits.effect(e, "go", pending) == BUFFERED
     env.clock.advance_ms(1000)
@@ -101,7 +100,7 @@ async def test_an_expired_pending_waitpoint_is_closed_before_and_after_the_sweep
         assert await env.engine.read_waitpoint_token(partition(e), pending.waitpoint_id) is None
         assert (await env.engine.list_pending_waitpoints(e)).entries == []
         if not swept:
-            assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 1
+            assert await env.sweep("pending_wp_expiry") == 1
     assert await env.vector(e) == ACTIVE
 
 
@@ -124,7 +123,7 @@ async def test_a_pending_waitpoint_is_open_until_its_last_millisecond(env: Env, 
     claim, pending = await waits.create_pending("kp", 1000)
     env.clock.advance_ms(999)
 
-    assert (await env.engine.sweep_once("pending_wp_expiry")).processed == 0
+    assert await env.sweep("pending_wp_expiry") == 0
     assert await waits.effect(claim.execution_id, "go", pending) == BUFFERED
 
 
@@ -144,8 +143,7 @@ async def test_the_list_of_pending_waitpoints_hides_tokens(env: Env, waits: Wait
 
 @pytest.mark.spec("SS-025")
 async def test_the_list_of_pending_waitpoints_is_paged(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     ids = sorted([(await env.engine.create_waitpoint(claim.handle, "k", 60_000)).waitpoint_id for _ in range(5)])
     c1, a1, c2, a2, a3 = ids
     for closed in (c1, c2):
@@ -180,8 +178,7 @@ async def test_a_page_of_pending_waitpoints_has_100_entries_and_at_most_1000(env
 
 @pytest.mark.spec("SS-025")
 async def test_waitpoints_of_closed_suspensions_are_not_listed(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     for _ in range(7):
         details = await waits.suspend(claim)
         await waits.send(e, "go", details)
@@ -243,8 +240,7 @@ async def test_a_pending_waitpoint_of_another_partition_is_refused(env: Env, wai
 
 
 async def test_a_waitpoint_is_created_only_under_a_live_lease(env: Env, waits: Waits) -> None:
-    claim = await env.create_and_claim()
-    e = claim.execution_id
+    claim, e = await env.create_claimed()
     env.clock.advance_ms(LEASE_MS)
     async with env.refused(errors.LeaseExpired):
         await env.engine.create_waitpoint(claim.handle, "k", 1000)

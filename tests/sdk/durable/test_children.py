@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from flowfabric import Context, Fabric, Retry, RunFailed
+from flowfabric.model.change import Change, Delete
+from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.states import PublicState
-from flowfabric.sdk.task import Call
+from flowfabric.sdk.call import Call
 from flowfabric.testing.world import World
+
+IS_FOR_EVERY_STORE = True
 
 app = Fabric("sqlite:////nowhere/at/all.db")
 
@@ -88,7 +92,36 @@ async def test_a_failed_child_fails_the_wait_with_its_reason() -> None:
             await (await parent.submit()).result()
 
 
-async def test_a_wait_outside_of_a_branch_of_the_handler_blocks_in_place() -> None:
+@pytest.mark.parametrize("way", ["result", "gather"])
+async def test_a_child_that_failed_has_failed_for_good_for_a_parent_that_moved_past_it(way: str) -> None:
+    failures = [LookupError("no room")]
+
+    @app.task(name="replayed-child", retry=Retry(max=0))
+    async def child() -> str:
+        if failures:
+            raise failures.pop()
+        return "room 7"
+
+    @app.task
+    async def parent(ctx: Context) -> str:
+        run = await ctx.spawn(child) if way == "result" else None
+        try:
+            found = await run.result() if run is not None else (await ctx.gather([child.s()]))[0]
+        except RunFailed as failed:
+            found = f"{failed.type} {failed.text} {failed.category} {type(failed.__cause__).__name__}"
+        return found + await ctx.receive("go", str)
+
+    async with World(app) as world:
+        run = await parent.submit()
+        await world.settle()
+        [one] = (await world.engine.list_children(run.id)).executions
+        await child.run(one.execution_id).replay()
+        assert await child.run(one.execution_id).result() == "room 7"
+        await run.signal("go", "!")
+        assert await run.result() == "LookupError no room LookupError LookupError!"
+
+
+async def test_a_wait_inside_a_step_blocks_in_place() -> None:
     begun: list[str] = []
 
     @app.task
@@ -97,13 +130,15 @@ async def test_a_wait_outside_of_a_branch_of_the_handler_blocks_in_place() -> No
         one, two, three = [await ctx.spawn(counted, n) for n in range(3)]
 
         async def third() -> int:
-            return await three.result()
+            before = len(begun)
+            value = await three.result()
+            assert len(begun) == before, "the run was not parked meanwhile"
+            return value
 
         return [*await asyncio.gather(one.result(), two.result()), await ctx.step(third)]
 
     async with World(app):
         assert await (await parent.submit()).result() == [0, 1, 2]
-        assert len(begun) == 1, "a task of its own making and a step are not put away"
 
 
 async def test_an_awaited_child_has_no_key_and_another_child_may_find_an_earlier_run() -> None:
@@ -215,6 +250,34 @@ async def test_children_that_finished_long_ago_are_not_created_again() -> None:
         world.assert_invariants()
 
 
+async def test_a_replayed_parent_reads_the_results_of_children_that_were_purged() -> None:
+    done: list[int] = []
+    child, spawned = app.task(name="purged-child")(_noting(done)), set[str]()
+
+    @app.task
+    async def patient(ctx: Context) -> list[int]:
+        several = await ctx.gather([child.s(n) for n in range(2)])
+        alone = await ctx.spawn(child, 2)
+        spawned.add(alone.id)
+        several.append(await alone.result())
+        await ctx.sleep("1h")
+        return [*several, await alone.result()]
+
+    async with World(app) as world:
+        run = await patient.submit()
+        await world.advance("1m")
+        children = (await world.engine.list_children(run.id)).executions
+        assert len(children) == 3
+        runtime = world.engine.runtime
+        for one in children:
+            deletes = tuple(Delete(kind, (one.execution_id,)) for kind in (Result, Payload, Execution))
+            assert await runtime.commit_queue.add(Change((), deletes, id=runtime.minter.change_id())) is not None
+        assert await run.result() == [0, 1, 2, 2]
+        assert sorted(done) == [0, 1, 2]
+        assert len(spawned) == 1
+        assert (await world.engine.list_children(run.id)).executions == []
+
+
 def _noting(done: list[int]) -> Any:
     async def child(n: int) -> int:
         done.append(n)
@@ -237,7 +300,8 @@ async def test_a_gather_whose_children_a_deploy_changed_waits_for_the_new_ones(
         await ctx.sleep("4h")
         return several
 
-    warned, refused = app.task(name="warned")(many), app.task(name="refused", on_mismatch="error")(many)
+    warned = app.task(name="warned", on_mismatch="warn")(many)
+    refused = app.task(name="refused", on_mismatch="error")(many)
 
     async with World(app) as world:
         runs = [await warned.submit(), await refused.submit()]
@@ -253,7 +317,7 @@ async def test_a_gather_whose_children_a_deploy_changed_waits_for_the_new_ones(
 async def test_a_gather_inserted_before_another_does_not_use_its_children() -> None:
     before = False
 
-    @app.task
+    @app.task(on_mismatch="warn")
     async def inserted(ctx: Context) -> list[Any]:
         first = await ctx.gather([slow.s("1h")]) if before else []
         several = await ctx.gather([counted.s(n) for n in range(3)])

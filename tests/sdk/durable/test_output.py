@@ -7,22 +7,14 @@ from typing import Any
 import pytest
 
 from flowfabric import Context, Fabric, Reset, Retry, RetryAfter, Run, current
-from flowfabric.model.states import PublicState
 from flowfabric.sdk.durable import output
 from flowfabric.sdk.run import OutputFrame
 from flowfabric.testing import World
-from tests.sdk.conftest import running_worker, wait_until
+from tests.sdk.conftest import running_worker, wait_until_suspended
 
 
 async def texts(run: Run[Any]) -> list[str]:
     return [frame.text async for frame in run.stream("answer") if isinstance(frame, OutputFrame)]
-
-
-async def until_it_waits(run: Run[Any]) -> None:
-    async def waits() -> bool:
-        return await run.state() is PublicState.SUSPENDED
-
-    await wait_until(waits)
 
 
 async def test_output_before_a_wait_is_not_written_again_after_it(app: Fabric) -> None:
@@ -41,7 +33,7 @@ async def test_output_before_a_wait_is_not_written_again_after_it(app: Fabric) -
     async with running_worker(app):
         run = await talk.submit()
         for word in ("three ", "four"):
-            await until_it_waits(run)
+            await wait_until_suspended(run)
             await run.signal("word", word)
         assert await run.result(20) == "one two three four"
         assert passes == [0, 0, 0], "from the top after each wait, as the same attempt"
@@ -58,7 +50,7 @@ async def test_a_plain_function_does_not_write_its_output_again(app: Fabric) -> 
 
     async with running_worker(app):
         run = await talk.submit()
-        await until_it_waits(run)
+        await wait_until_suspended(run)
         await run.signal("word", "two")
         assert await run.result(20) == "one two"
         assert await texts(run) == ["one ", "two"]
@@ -84,7 +76,7 @@ async def test_each_branch_and_each_output_is_counted_separately(app: Fabric, mo
 
     async with running_worker(app):
         run = await talk.submit()
-        await until_it_waits(run)
+        await wait_until_suspended(run)
         await run.signal("word", "w")
         await run.result(20)
         *before, last_but_one, last = await texts(run)
@@ -122,7 +114,7 @@ async def test_the_output_of_a_step_is_counted_separately(app: Fabric, style: st
 
     async with running_worker(app):
         run = await talk.submit()
-        await until_it_waits(run)
+        await wait_until_suspended(run)
         await run.signal("word", "go on")
         await run.result(20)
         assert await texts(run) == ["step ", "function ", "another step ", "end"]

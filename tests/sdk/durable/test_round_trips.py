@@ -11,7 +11,7 @@ from flowfabric import Context, Fabric, RetryAfter
 from flowfabric.model.change import Change
 from flowfabric.stores.queries import Read
 from tests.conftest import STORES
-from tests.sdk.conftest import running_worker, wait_until_true
+from tests.sdk.conftest import running_worker, wait_until_suspended, wait_until_true
 
 # The round trips of a server happen in another process.
 pytestmark = pytest.mark.parametrize("url", STORES, indirect=True)
@@ -94,4 +94,67 @@ async def test_a_second_attempt_loads_all_its_steps_at_once(app: Fabric, monkeyp
         await wait_until_true(lambda: worker.done == 1, 20)
         assert passes == [45, 45]
         assert trips.commits.count(run.id) <= 14, "created, ten steps, put away, promoted, completed"
-        assert trips.loads.count(run.id) <= 2, "one for the steps, one for whoever promoted it"
+        assert trips.loads.count(run.id) <= 2, "one for the steps, one for the sweep that promoted it"
+
+
+async def test_a_replay_reads_everything_it_remembers_at_once(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.task
+    async def waiting(ctx: Context) -> list[str]:
+        await ctx.gather(*(ctx.step(one, n) for n in range(10)))
+        return [await ctx.receive("mail", str) for _ in range(3)]
+
+    async with running_worker(app):
+        run = await waiting.submit()
+        for letter in ("a", "b"):
+            await wait_until_suspended(run)
+            await run.signal("mail", letter)
+        await wait_until_suspended(run)
+        trips = await counted(app, monkeypatch)
+        await run.signal("mail", "c")
+        await wait_until_true(lambda: trips.commits.count(run.id) >= 2)
+        assert await run.result(20) == ["a", "b", "c"]
+    assert trips.commits.count(run.id) == 2, "the message, which resumes it, and the completion"
+    assert trips.loads.count(run.id) <= 5, "the message, the claim, everything that it remembers, and its result"
+
+
+async def test_a_caught_failure_costs_one_record(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise LookupError("no")
+
+    @app.task
+    async def catching(ctx: Context) -> int:
+        try:
+            await ctx.step(fail)
+        except LookupError:
+            return await ctx.step(one, 1)
+        return 0
+
+    trips = await counted(app, monkeypatch)
+    async with running_worker(app) as worker:
+        run = await catching.submit()
+        await wait_until_true(lambda: worker.done == 1)
+        assert trips.commits.count(run.id) == 4, "created, failed, done, completed"
+        assert trips.loads.count(run.id) <= 2, "before the failure is recorded, and before the next result"
+
+
+@pytest.mark.parametrize("branches", [10, 100])
+async def test_branches_that_spawn_and_await_cost_round_trips_in_proportion_to_their_number(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch, branches: int
+) -> None:
+    child = app.task(name="child")(one)
+
+    @app.task
+    async def parent(ctx: Context) -> int:
+        async def member(n: int) -> int:
+            return await (await ctx.spawn(child, n)).result()
+
+        return sum(await ctx.gather(*(member(n) for n in range(branches))))
+
+    trips = await counted(app, monkeypatch)
+    async with running_worker(app):
+        run = await parent.submit()
+        assert await run.result(60) == sum(range(branches))
+    # Each child may wake its parent on its own: it is reported, the parent is claimed, reads and parks. A report that
+    # meets the park of its parent is decided again.
+    assert trips.commits.count(run.id) <= 5 * branches + 10
+    assert trips.loads.count(run.id) <= 5 * branches + 10

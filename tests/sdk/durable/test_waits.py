@@ -96,17 +96,32 @@ async def strictly(ctx: Context) -> list[str]:
 async def _changing(ctx: Context) -> list[str]:
     match version:
         case 1:
-            done = [await ctx.step(charge, "a", name="first"), await ctx.step(charge, "b", name="second")]
+            done = [
+                await ctx.options(name="first").step(charge, "a"),
+                await ctx.options(name="second").step(charge, "b"),
+            ]
         case 2:  # renamed
-            done = [await ctx.step(charge, "a", name="first"), await ctx.step(charge, "b", name="other")]
+            done = [
+                await ctx.options(name="first").step(charge, "a"),
+                await ctx.options(name="other").step(charge, "b"),
+            ]
         case 3:  # moved
-            done = [await ctx.step(charge, "z", name="zeroth"), await ctx.step(charge, "a", name="first")]
+            done = [
+                await ctx.options(name="zeroth").step(charge, "z"),
+                await ctx.options(name="first").step(charge, "a"),
+            ]
         case 4:  # another input
-            done = [await ctx.step(charge, "A", name="first"), await ctx.step(charge, "b", name="second")]
+            done = [
+                await ctx.options(name="first").step(charge, "A"),
+                await ctx.options(name="second").step(charge, "b"),
+            ]
         case _:  # one more at the end
-            done = [await ctx.step(charge, "a", name="first"), await ctx.step(charge, "b", name="second")]
+            done = [
+                await ctx.options(name="first").step(charge, "a"),
+                await ctx.options(name="second").step(charge, "b"),
+            ]
             await ctx.receive("go")
-            done.append(await ctx.step(charge, "c", name="third"))
+            done.append(await ctx.options(name="third").step(charge, "c"))
             return done
     await ctx.receive("go")
     return done
@@ -237,7 +252,7 @@ async def test_an_injected_fault_that_was_never_reached_is_reported() -> None:
 
 
 def test_an_unknown_fault_point_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of before_effect"):
+    with pytest.raises(ValueError, match="not one of before_effect"):
         World(app).crash_at("step:x", "someday")  # type: ignore[arg-type]
 
 
@@ -265,8 +280,16 @@ async def test_stubs_replace_steps_and_tasks_and_count_calls() -> None:
 @pytest.mark.parametrize(
     ("new", "words", "result"),
     [
-        (2, "'other' (number 0) runs for the first time although 'second' ran before", ["paid a", "paid b"]),
-        (3, "'zeroth' (number 0) runs for the first time although 'first', 'second' ran before", ["paid z", "paid a"]),
+        (
+            2,
+            "'other' (number 0) runs for the first time although 'receive:go', 'second' ran before",
+            ["paid a", "paid b"],
+        ),
+        (
+            3,
+            "'zeroth' (number 0) runs for the first time although 'first', 'receive:go', 'second' ran before",
+            ["paid z", "paid a"],
+        ),
         (4, "'first' (number 0) is recorded with another input", ["paid a", "paid b"]),
     ],
 )

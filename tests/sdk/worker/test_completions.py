@@ -15,12 +15,13 @@ from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change
 from flowfabric.model.states import PublicState
 from flowfabric.rules import validation
+from flowfabric.sdk.worker.completions import LARGE_BATCH
 from flowfabric.sdk.worker.outcome import Outcome
 from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
-from tests.sdk.conftest import running_worker, wait_until, wait_until_true
+from tests.sdk.conftest import running_worker, wait_until_suspended, wait_until_true
 
 on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # The store of a server is in another process.
 
@@ -51,16 +52,16 @@ async def test_completions_of_one_moment_are_one_commit(app: Fabric, monkeypatch
     async def work(number: int) -> int:
         return number
 
-    told: list[int] = []
+    reported: list[int] = []
 
     async def count(ends: int) -> None:
-        told.append(ends)
+        reported.append(ends)
 
     runs = await work.submit_many(range(20))
     intercept_completions(await store_of(app), monkeypatch, count)
     async with running_worker(app, slots=20):
         assert [await run.result(20) for run in runs] == [*range(20)]
-    assert told == [20]
+    assert reported == [20]
 
 
 @on_stores
@@ -74,11 +75,11 @@ async def test_single_completions_are_batched_while_others_are_in_flight(
         await may_end[number].wait()
         return number
 
-    told: list[int] = []
+    reported: list[int] = []
     may_land = asyncio.Event()
 
     async def hold(ends: int) -> None:
-        told.append(ends)
+        reported.append(ends)
         await may_land.wait()
 
     runs = await work.submit_many(range(6))
@@ -86,14 +87,14 @@ async def test_single_completions_are_batched_while_others_are_in_flight(
     async with running_worker(app, slots=6) as worker:
         for number, event in enumerate(may_end[:2]):
             event.set()
-            await wait_until_true(lambda count=number + 1: len(told) == count)  # type: ignore[misc]
+            await wait_until_true(lambda count=number + 1: len(reported) == count)  # type: ignore[misc]
         for event in may_end[2:]:
             event.set()
         await wait_until_true(lambda: worker.running == 0)
-        assert told == [1, 1], "two are under way, and the others wait for them"
+        assert reported == [1, 1], "two are under way, and the others wait for them"
         may_land.set()
         assert [await run.result(20) for run in runs] == [*range(6)]
-    assert told == [1, 1, 4]
+    assert reported == [1, 1, 4]
 
 
 @on_stores
@@ -109,11 +110,11 @@ async def test_completions_wait_for_each_other_behind_a_large_batch_in_flight(
         await may_end[max(0, number - 9)].wait()
         return number
 
-    told: list[int] = []
+    reported: list[int] = []
     may_land = asyncio.Event()
 
     async def hold(ends: int) -> None:
-        told.append(ends)
+        reported.append(ends)
         await may_land.wait()
 
     runs = await work.submit_many(range(12))
@@ -121,16 +122,51 @@ async def test_completions_wait_for_each_other_behind_a_large_batch_in_flight(
     async with running_worker(app, slots=12) as worker:
         await wait_until_true(lambda: len(begun) == 12)
         may_end[0].set()
-        await wait_until_true(lambda: told == [10])
+        await wait_until_true(lambda: reported == [10])
         for event in may_end[1:]:
             event.set()
             for _ in range(100):  # enough loop iterations to be sent alone
                 await asyncio.sleep(0)
         await wait_until_true(lambda: worker.running == 0)
-        assert told == [10]
+        assert reported == [10]
         may_land.set()
         assert [await run.result(20) for run in runs] == [*range(12)]
-    assert told == [10, 2]
+    assert reported == [10, 2]
+
+
+@on_stores
+async def test_as_many_completions_as_are_in_flight_are_sent_beside_them(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    may_end = [asyncio.Event() for _ in range(3)]
+
+    @app.task
+    async def work(number: int) -> int:
+        begun.append(number)
+        await may_end[number // LARGE_BATCH].wait()
+        return number
+
+    reported: list[int] = []
+    may_land = asyncio.Event()
+
+    async def hold(ends: int) -> None:
+        reported.append(ends)
+        await may_land.wait()
+
+    runs = await work.submit_many(range(3 * LARGE_BATCH))
+    intercept_completions(await store_of(app), monkeypatch, hold)
+    async with running_worker(app, slots=len(runs)) as worker:
+        await wait_until_true(lambda: len(begun) == len(runs))
+        for event, sent in zip(may_end, (1, 2, 2), strict=True):
+            left = worker.running - LARGE_BATCH
+            event.set()
+            await wait_until_true(lambda left=left: worker.running == left)  # type: ignore[misc]
+            await wait_until_true(lambda sent=sent: len(reported) == sent)  # type: ignore[misc]
+        assert reported == [LARGE_BATCH, LARGE_BATCH], "two are under way, and the others wait for them"
+        may_land.set()
+        assert [await run.result(20) for run in runs] == [*range(len(runs))]
+    assert reported == [LARGE_BATCH] * 3
 
 
 @on_stores
@@ -157,7 +193,7 @@ async def test_a_worker_claims_no_more_while_too_many_completions_are_unsent(
         await wait_until_true(lambda: engine.metrics.counter_value("ff_worker_at_capacity") > 0)
         for _ in range(10):  # It had this many opportunities to claim more.
             assert await engine.claim("another", worker_id="w", worker_instance_id="w-1") is None
-        assert len(started) == 6, "two rounds are not told, and the third one was begun when there was one less"
+        assert len(started) == 6, "two rounds are not reported, and the third one was begun when there was one less"
         may_land.set()
         assert [await run.result(20) for run in runs] == [*range(20)]
 
@@ -243,16 +279,16 @@ async def test_a_cancelled_attempt_finishes_once_whether_or_not_it_had_started(f
 
     ended: list[tuple[Claimed, Outcome | None]] = []
     engine: Any = await file_app.engine()
-    attempts = AttemptRunner(
-        file_app,
-        engine,
-        lease_expires_at=lambda _: 0,
-        on_outcome=lambda *told: ended.append(told),
-        on_slot_freed=lambda: None,
-    )
     await endless.submit()
     claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
     assert claimed is not None
+    attempts = AttemptRunner(
+        file_app,
+        engine,
+        lease_expires_at=lambda _: claimed.lease_expires_at,
+        on_outcome=lambda *outcome: ended.append(outcome),
+        on_slot_freed=lambda: None,
+    )
     [own] = attempts.start([claimed])
     if begun:
         await wait_until_true(lambda: bool(ran))
@@ -311,11 +347,8 @@ async def test_a_durable_function_that_uses_the_current_context_parks(app: Fabri
     async def _receive() -> str | None:
         return await current().receive("word", str)
 
-    async def parked() -> bool:
-        return await run.state() is PublicState.SUSPENDED
-
     async with running_worker(app, slots=1):
         run = await wait.submit()
-        await wait_until(parked)
+        await wait_until_suspended(run)
         await run.signal("word", "go")
         assert await run.result(20) == "go"

@@ -1,4 +1,4 @@
-"""A worker process that is told to stop drains, releases what does not finish, and exits fast when told again."""
+"""A worker process drains on the first signal, releases what does not finish, and exits at once on the second."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class SlowPark:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
         self.parked, self.renewed = asyncio.Event(), asyncio.Event()
-        loop, park, renew = asyncio.get_running_loop(), kind.park, HeldLeases.renew_all
+        loop, park, renew = asyncio.get_running_loop(), kind.open_gates_and_park, HeldLeases.renew_all
 
         async def slow(engine: Any, *given: Any, **ways: Any) -> Any:
             answer = await park(engine, *given, **ways)
@@ -48,7 +48,7 @@ class SlowPark:
                 loop.call_soon_threadsafe(self.renewed.set)
             return lost
 
-        monkeypatch.setattr(kind, "park", slow)
+        monkeypatch.setattr(kind, "open_gates_and_park", slow)
         monkeypatch.setattr(HeldLeases, "renew_all", noted)
 
 
@@ -110,7 +110,7 @@ async def test_a_step_that_finds_its_lease_lost_is_no_failed_attempt(
         if len(attempts) == 1:
             await (await app.engine()).cancel_execution(ctx.run_id)
             try:
-                await ctx.step(lambda: 1, name="late")
+                await ctx.options(name="late").step(lambda: 1)
             except errors.FabricError as lost:
                 if wraps:
                     raise ValueError("wrapped") from lost
@@ -191,7 +191,7 @@ async def test_a_worker_whose_connection_breaks_during_its_start_retries(
 async def test_a_worker_that_is_stopped_before_its_store_is_available_stops(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flowfabric.client.engine.CONNECT_RETRY_FOR_S", 0.05)
+    monkeypatch.setattr("flowfabric.client.lanes.CONNECT_RETRY_FOR_S", 0.05)
     app = Fabric(ServerThread("sqlite:///nowhere.db").url)
 
     @app.task

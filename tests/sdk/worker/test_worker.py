@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from flowfabric import Context, Fabric, Retry, Run, RunFailed, errors
-from flowfabric.engine_api import EngineAPI
+from flowfabric.engine_protocol import EngineAPI
 from flowfabric.model.change import Change
+from flowfabric.model.scheduling.worker import WorkerEntry
 from flowfabric.model.states import PublicState
-from flowfabric.model.worker import WorkerEntry
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
 from tests.sdk.conftest import running_worker, wait_until
@@ -68,7 +68,9 @@ async def test_the_next_run_starts_while_the_completion_of_the_last_one_is_in_fl
 
     async with running_worker(app, slots=1):
         await wait_until(both_have_begun)
-        assert [await run.state() for run in runs] == [PublicState.ACTIVE] * 2, "nothing is told before it is on disk"
+        assert [await run.state() for run in runs] == [PublicState.ACTIVE] * 2, (
+            "nothing is reported before it is on disk"
+        )
         may_land.set()
         assert [await run.result(20) for run in runs] == [0, 1]
 
@@ -119,7 +121,7 @@ async def test_a_loop_that_is_blocked_beyond_its_limit_loses_its_work(
 
     async with running_worker(file_app, lease_ttl="300ms", stall_limit="500ms"):
         run = await dead.submit()
-        assert await run.result(20) == 1, "somebody else could have had it"
+        assert await run.result(20) == 1, "another worker could have had it"
     assert "no longer renewed" in caplog.text
 
 
@@ -128,10 +130,12 @@ async def test_a_handler_that_runs_after_its_timeout_loses_its_work(
     shared_app: Fabric, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     over = asyncio.Event()
+    begun: list[int] = []  # on a busy machine the first lease may expire before its handler begins
 
     @shared_app.task(timeout="200ms", retry=Retry(max=0))
     async def deaf(ctx: Context) -> int:
-        if ctx.attempt:
+        begun.append(ctx.attempt)
+        if len(begun) > 1:
             return ctx.attempt
         if how == "blocks the loop":
             time.sleep(4)  # noqa: ASYNC251
@@ -143,11 +147,12 @@ async def test_a_handler_that_runs_after_its_timeout_loses_its_work(
     async with running_worker(shared_app, lease_ttl="1s"):
         run = await deaf.submit()
         try:
-            assert await run.result(20) == 1, "somebody else could have had it"
+            assert await run.result(20) == begun[1] > begun[0], "another worker could have had it"
         finally:
             over.set()
 
-    assert [attempt.attempt_type.value for attempt in await run.attempts()] == ["initial", "reclaim"]
+    initial, *later = [attempt.attempt_type.value for attempt in await run.attempts()]
+    assert (initial, set(later), len(later)) == ("initial", {"reclaim"}, begun[1])
     assert "is still running after its 0.2 s" in caplog.text
 
 
@@ -199,10 +204,10 @@ async def test_a_heartbeat_survives_a_failure(
 
     @file_app.task
     async def long(ctx: Context) -> int:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.6)
         return ctx.attempt
 
-    async with running_worker(file_app, lease_ttl="900ms"):
+    async with running_worker(file_app, lease_ttl="3s"):
         assert await (await long.submit()).result(20) == 0
     assert not faults
     assert "no connection" in caplog.text
@@ -387,3 +392,40 @@ async def test_work_of_an_unknown_kind_is_left_to_others(app: Fabric, caplog: py
 
 async def _is(run: Run[Any], state: PublicState) -> bool:
     return await run.state() is state
+
+
+async def fail_in_a_task_group() -> None:
+    """Catch the failure of a task group. Before Python 3.13 it leaves the task with a request to cancel it."""
+
+    async def fail() -> None:
+        raise LookupError
+
+    with contextlib.suppress(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+
+async def test_a_cancelled_future_after_a_failed_task_group_is_a_failure_of_the_attempt(app: Fabric) -> None:
+    @app.task(retry=Retry(max=1, base="10ms"))
+    async def confused() -> None:
+        await fail_in_a_task_group()
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    async with running_worker(app):
+        run = await confused.submit()
+        with pytest.raises(RunFailed, match="CancelledError"):
+            await run.result(20)
+        assert len(await run.attempts()) == 2
+
+
+async def test_a_timeout_after_a_failed_task_group_is_a_timeout(app: Fabric) -> None:
+    @app.task(timeout="100ms", retry=Retry(max=0))
+    async def slow() -> None:
+        await fail_in_a_task_group()
+        await asyncio.sleep(60)
+
+    async with running_worker(app):
+        with pytest.raises(RunFailed, match="has not returned after"):
+            await (await slow.submit()).result(20)

@@ -241,6 +241,7 @@ async def test_a_denied_approval_is_reported(world: World) -> None:
     assert applied == []
 
 
+@pytest.mark.serial
 async def test_three_days_of_approval_cost_less_than_fifty_milliseconds_of_work() -> None:
     async def one() -> float:
         began = time.process_time()

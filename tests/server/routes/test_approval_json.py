@@ -13,12 +13,14 @@ import pytest
 from flowfabric import Context, Fabric, InvalidInput, Run
 from flowfabric.model.change import Change, Patch
 from flowfabric.model.execution import Execution
+from flowfabric.model.states import PublicState
 from flowfabric.rules.durable import schema_limits
 from flowfabric.rules.durable.vote_schema import schema_tag
 from flowfabric.rules.execution.tags import encode_tags
 from flowfabric.server.routing import SIGNAL_LIMIT
 from tests.rules.durable.test_schema_limits import BAD, CIRCLES, ODD, choosing
 from tests.sdk.conftest import running_worker
+from tests.sdk.conftest import wait_until as wait_for_condition
 from tests.server.api_client import ApiClient, path, wait_until
 from tests.server.routes.test_approval_pages import api, app
 
@@ -53,6 +55,7 @@ async def open_approval(app: Fabric, shape: Any, *, count: int = 1, show: Any = 
     async with running_worker(app, slots=1):
         run = await checkout.submit()
         await wait_until(lambda: len(links) == count)
+        await wait_for_condition(lambda: is_suspended(run))
         yield OpenApproval(run, links)
 
 
@@ -60,6 +63,10 @@ async def open_approval(app: Fabric, shape: Any, *, count: int = 1, show: Any = 
 async def approval_run(app: Fabric) -> AsyncIterator[OpenApproval]:
     async for approval_run in open_approval(app, Payment, count=2):
         yield approval_run
+
+
+async def is_suspended(run: Run[Any]) -> bool:
+    return await run.state() is PublicState.SUSPENDED
 
 
 async def result(run: Run[Any]) -> Any:

@@ -444,7 +444,7 @@ async def test_an_unknown_policy_key_is_reported_in_a_warning_header(api: ApiCli
     plain = await api.post("/v1/executions", api.create_body(policy={"priority": 1}))
 
     assert odd.status_code == 201
-    assert odd.headers["warning"].startswith("299 flowfabric \"policy keys passed over: 'required_capabilities'")
+    assert odd.headers["warning"].startswith("299 flowfabric \"policy keys ignored: 'required_capabilities'")
     assert "\n" not in odd.headers["warning"]
     assert "warning" not in plain.headers
 

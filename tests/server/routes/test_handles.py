@@ -13,7 +13,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.handles import Handle, decode_handle
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import ServerSettings
 from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.server.routing import Route, Subject
@@ -61,7 +61,21 @@ def body_of(route: Route, handle: str, execution_id: str = "{fp:7}:" + UUID) -> 
         "kind": "timer",
         "gates": ["n"],
         "tags": {"app.a": "b"},
+        "operations": [{"name": "n"}],
+        "patch": "p",
+        "is_new": True,
+        "version": "1",
+        "message_id": UUID,
+        "memo": {"name": "n"},
+        "place": "n",
+        "count": 1,
+        "value": [1],
     }
+    if route.name == "spawn":
+        new_execution = {"namespace": "default", "lane_id": "l", "execution_kind": "k", "input_payload": []}
+        given["children"] = [{"execution": new_execution, "memo": {"name": "child:k"}}]
+    if route.name in ("open_gates", "open_gates_and_park"):
+        given["gates"] = [{"name": "n", "kind": "timer", "expires_in_ms": 1000}]
     fields = set(route.body.__struct_fields__)
     if route.name == "open_gate":
         fields -= {"waitpoints"}
@@ -72,7 +86,10 @@ async def test_an_unsigned_handle_is_refused_and_a_signed_one_is_accepted(api: A
     held = await api.create_claimed()
     refused = await api.post("/v1/leases/complete", {"handle": unsigned(held.handle)})
 
-    assert (refused.status_code, refused.json()) == (400, {"error": "validation_error: handle: not one of ours"})
+    assert (refused.status_code, refused.json()) == (
+        400,
+        {"error": "validation_error: handle: not a handle of this system"},
+    )
     assert await api.state(held.execution_id) == "active"
     work = await claim_new(api)
     assert (await call_lease(api, "complete", work)).status_code == 200
@@ -83,7 +100,10 @@ async def test_a_handle_with_one_altered_bit_is_refused(api: ApiClient, place: i
     work = await claim_new(api)
     refused = await api.post("/v1/leases/complete", {"handle": flip_bit(work["handle"], place)})
 
-    assert (refused.status_code, refused.json()) == (400, {"error": "validation_error: handle: not one of ours"})
+    assert (refused.status_code, refused.json()) == (
+        400,
+        {"error": "validation_error: handle: not a handle of this system"},
+    )
     assert await api.state(work["execution_id"]) == "active"
 
 
@@ -107,7 +127,10 @@ async def test_every_holder_route_refuses_an_unsigned_handle(api: ApiClient, rou
     before = await api.engine.describe_execution(held.execution_id)
     answer = await api.post(route.path, body_of(route, unsigned(held.handle)))
 
-    assert (answer.status_code, answer.json()) == (400, {"error": "validation_error: handle: not one of ours"})
+    assert (answer.status_code, answer.json()) == (
+        400,
+        {"error": "validation_error: handle: not a handle of this system"},
+    )
     assert await api.engine.describe_execution(held.execution_id) == before
 
 

@@ -351,3 +351,25 @@ async def test_a_broken_handle_is_a_bad_request(api: ApiClient, text: str) -> No
 
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("validation_error")
+
+
+async def test_a_failure_with_an_error_is_found_in_the_outcome_and_the_attempt(api: ApiClient) -> None:
+    error = {"type": "shop.Declined", "text": "card 4242", "category": "Declined", "data": {"code": 7}}
+    work = await claim_new(api)
+
+    await call_lease(api, "fail", work, reason="it failed", category="permanent", error=error)
+
+    ended = (await api.get(path(work["execution_id"], "end"))).json()
+    assert (ended["error"], ended["has_result"], ended["encoding"]) == (error, False, None)
+    [attempt] = (await api.get(path(work["execution_id"], "attempts"))).json()
+    assert attempt["error"] == error
+
+
+@pytest.mark.parametrize("error", [{"type": "x"}, {"type": "x", "text": 1}, "x", {"type": "x", "text": "y" * 20_000}])
+async def test_an_error_of_another_shape_is_refused(api: ApiClient, error: Any) -> None:
+    work = await claim_new(api)
+
+    answer = await call_lease(api, "fail", work, reason="it failed", error=error)
+
+    assert answer.status_code in (400, 422)
+    assert await api.state(work["execution_id"]) == "active"

@@ -12,7 +12,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
 from flowfabric.engine.types import ByName, Count, CountKind, FreshWaitpoint, Single, SuspendArgs
 from flowfabric.model.change import Change, Guard, Upsert
-from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.rules.security.keystore import KeyUnchanged
 from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings

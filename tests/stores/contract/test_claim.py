@@ -161,8 +161,8 @@ async def test_new_and_continued_attempts_are_claimed_together(store: Store) -> 
     claimed = await store.claim_rows(claim_request(6))
 
     assert [row.total_attempt_count for row, _ in claimed.rows] == [1, 0] * 3
-    told = (await store.feed(Topic.LEASE, 0, 10)).events
-    assert [one.event.reason for one in told] == [None, "claim_resumed"] * 3
+    events = (await store.feed(Topic.LEASE, 0, 10)).events
+    assert [one.event.reason for one in events] == [None, "claim_resumed"] * 3
 
 
 async def test_lease_ids_are_assigned_in_order_of_position(store: Store) -> None:
@@ -263,6 +263,26 @@ async def test_a_claimed_row_is_returned_with_all_its_columns_whatever_its_neigh
     for before, (after, _) in zip(rows, claimed.rows, strict=True):
         kept = ("flow_id", "lineage", "deadline_at", "cancelled_by", "progress_pct", "failure_reason", "has_steps")
         assert [getattr(after, name) for name in kept] == [getattr(before, name) for name in kept]
+
+
+@pytest.mark.parametrize("length", [1, 36])
+async def test_claimed_rows_that_are_alike_are_returned_with_their_own_ids_and_payloads(
+    store: Store, length: int
+) -> None:
+    texts = ["", "", "lease-1", "", "other", ""]  # also the id of one of the claims
+    rows = [queued(f"n{number}", tags=text) for number, text in enumerate(texts)]
+    payloads = [payload(row.execution_id, None if number == 3 else b"%d" % number) for number, row in enumerate(rows)]
+    await write(store, *map(Insert, rows), *map(Insert, payloads))
+    request = claim_request(10, prefix="x" * (length - 1))
+
+    claimed = await store.claim_rows(request)
+
+    for number, (row, own) in enumerate(claimed.rows):
+        ids = request.lease_ids[number]
+        assert (row.lease_id, row.attempt_id, row.revision) == (ids.lease_id, ids.attempt_id, ids.revision)
+        assert row == await one(store, Execution, f"n{number}")
+        assert own == payloads[number]
+    assert len({id(row) for row, _ in claimed.rows}) == len(rows)
 
 
 async def test_a_claimed_row_can_be_enqueued_again(store: Store) -> None:

@@ -97,9 +97,9 @@ async def test_a_row_claimed_with_the_commit_equals_a_row_claimed_separately(sto
         assert row == apply_patch(before[row.execution_id], fields, ids.revision, clock.now)
         assert row == await one(store, Execution, row.execution_id)
         assert content == payload(row.execution_id)
-    told = (await store.feed(Topic.LEASE, 0, 10)).events
-    assert sorted(one.event.execution_id for one in told) == sorted(names(result.rows))
-    for found in told:
+    events = (await store.feed(Topic.LEASE, 0, 10)).events
+    assert sorted(one.event.execution_id for one in events) == sorted(names(result.rows))
+    for found in events:
         row = next(row for row, _ in result.rows if row.execution_id == found.event.execution_id)
         assert (found.event.lease, found.event.lease_id, found.event.attempt_id) == (
             "acquired",
@@ -111,24 +111,15 @@ async def test_a_row_claimed_with_the_commit_equals_a_row_claimed_separately(sto
         assert [one.event.lease for one in await store.history(name, Topic.LEASE, 10)] == ["acquired"]
 
 
-async def test_a_queued_row_with_a_better_position_is_claimed_first(store: Store) -> None:
+@pytest.mark.parametrize("line", [MAIL, OTHER], ids=["the same queue", "another requested queue"])
+async def test_a_queued_row_with_a_better_position_is_claimed_first(store: Store, line: QueueKey) -> None:
     revisions = await insert_unqueued(store, "late", rank=5)
-    await insert_queued(store, queued("better", 1), queued("worse", 9))
-    request = claim_request(1)
+    await insert_queued(store, queued("better", 1, line=line), queued("worse", 9))
+    request = claim_request(1, *dict.fromkeys((MAIL, line)))
 
     result = await store.commit_and_claim([enqueue("late", revisions["late"])], NO_TOPICS, request)
 
     assert await claim_all(store, result, request) == ["better", "late", "worse"]
-
-
-async def test_a_row_in_another_requested_queue_is_claimed_first(store: Store) -> None:
-    revisions = await insert_unqueued(store, "late", rank=5)
-    await insert_queued(store, queued("better", 1, line=OTHER))
-    request = claim_request(1, MAIL, OTHER)
-
-    result = await store.commit_and_claim([enqueue("late", revisions["late"])], NO_TOPICS, request)
-
-    assert await claim_all(store, result, request) == ["better", "late"]
 
 
 async def test_a_row_created_by_the_same_changes_is_claimed_first_if_its_position_is_better(store: Store) -> None:
@@ -238,8 +229,8 @@ async def test_other_changes_of_the_batch_are_written_and_emitted_before_the_cla
 
     assert await claim_all(store, result, request) == ["child"]
     assert (await one(store, Execution, "parent")).revision == end.id
-    told = (await store.feed(Topic.LEASE, 0, 10)).events
-    assert [(one.event.execution_id, one.event.lease) for one in told] == [
+    events = (await store.feed(Topic.LEASE, 0, 10)).events
+    assert [(one.event.execution_id, one.event.lease) for one in events] == [
         ("parent", "released"),
         ("child", "acquired"),
     ]

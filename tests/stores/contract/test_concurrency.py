@@ -37,8 +37,8 @@ async def test_no_row_is_claimed_twice(store: Store) -> None:
     assert sorted(row.execution_id for row in claimed) == [row.execution_id for row in rows]
     assert len({row.lease_id for row in claimed}) == 100
     assert {row.lease_epoch for row in claimed} == {1}
-    told = (await store.feed(Topic.LEASE, 0, 1000)).events
-    assert sorted(one.event.lease_id or "" for one in told) == sorted(row.lease_id or "" for row in claimed)
+    events = (await store.feed(Topic.LEASE, 0, 1000)).events
+    assert sorted(one.event.lease_id or "" for one in events) == sorted(row.lease_id or "" for row in claimed)
 
 
 async def test_one_of_many_changes_decided_on_one_revision_is_written(store: Store) -> None:
@@ -134,18 +134,18 @@ async def test_a_collision_does_not_affect_concurrent_commits(store: Store, cloc
         assert answer == ([clock.now, None] if number % 3 == 0 else [clock.now])
         assert (await one(store, Execution, f"n{number}")).line == QueueKey(f"lane-{number // 3}")
         assert await one(store, Payload, f"n{number}") is None
-    told: list[FeedEvent] = []
-    async with asyncio.timeout(20):  # The feed waits for transactions that began before, whoever runs them.
-        while len(told) < 30:
-            told = (await store.feed(Topic.LEASE, 0, 100)).events
-    assert len(told) == 30
+    events: list[FeedEvent] = []
+    async with asyncio.timeout(20):  # The feed waits for transactions that began before, of any process.
+        while len(events) < 30:
+            events = (await store.feed(Topic.LEASE, 0, 100)).events
+    assert len(events) == 30
     assert len(await store.queues()) == 10
 
 
 async def test_a_reader_of_the_feed_misses_nothing_while_others_write(store: Store) -> None:
     writers = 5
 
-    async def tell(writer: int) -> None:
+    async def emit(writer: int) -> None:
         for number in range(20):
             await write(store, events=[event(str(writer), lease="x", details=str(number))])
 
@@ -153,15 +153,15 @@ async def test_a_reader_of_the_feed_misses_nothing_while_others_write(store: Sto
         seen, position = list[tuple[str, str]](), 0
         while len(seen) < writers * 20:
             page = await store.feed(Topic.LEASE, position, 7)
-            seen += [(told.event.execution_id, told.event.details or "") for told in page.events]
+            seen += [(found.event.execution_id, found.event.details or "") for found in page.events]
             position = page.position
             await asyncio.sleep(0)
         return seen
 
-    told, _ = await asyncio.gather(read(), asyncio.gather(*(tell(writer) for writer in range(writers))))
-    assert len(told) == len(set(told))
+    events, _ = await asyncio.gather(read(), asyncio.gather(*(emit(writer) for writer in range(writers))))
+    assert len(events) == len(set(events))
     for writer in range(writers):
-        assert [text for name, text in told if name == str(writer)] == [str(number) for number in range(20)]
+        assert [text for name, text in events if name == str(writer)] == [str(number) for number in range(20)]
 
 
 async def test_an_abandoned_call_leaves_the_store_usable(store: Store) -> None:

@@ -14,7 +14,7 @@ from tests.stores.sample_rows import change, event, execution, queued, write
 
 
 async def texts(store: Store, topic: Topic, after: int = 0, limit: int = 100) -> list[str]:
-    return [told.event.details or "" for told in (await store.feed(topic, after, limit)).events]
+    return [found.event.details or "" for found in (await store.feed(topic, after, limit)).events]
 
 
 def lease(text: str, name: str = "a") -> Event:
@@ -27,9 +27,9 @@ async def test_events_are_in_the_order_of_their_commits(store: Store, clock: Man
     await store.commit([change(events=[lease("4")])])
 
     page = await store.feed(Topic.LEASE, 0, 100)
-    assert [told.event.details for told in page.events] == ["1", "2", "3", "4"]
-    assert [told.at for told in page.events] == [clock.now - 5] * 3 + [clock.now]
-    positions = [told.position for told in page.events]
+    assert [found.event.details for found in page.events] == ["1", "2", "3", "4"]
+    assert [found.at for found in page.events] == [clock.now - 5] * 3 + [clock.now]
+    positions = [found.position for found in page.events]
     assert positions == sorted(set(positions))
     assert positions[0] > 0
 
@@ -68,7 +68,7 @@ async def test_pages_of_a_feed_hold_every_event_once(store: Store) -> None:
     seen, position = list[str](), 0
     while True:
         page = await store.feed(Topic.LEASE, position, 4)
-        seen += [told.event.details or "" for told in page.events]
+        seen += [found.event.details or "" for found in page.events]
         if not page.events:
             break
         assert page.position >= page.events[-1].position > position
@@ -129,7 +129,7 @@ async def test_the_history_of_an_execution_holds_its_newest_events_oldest_first(
         await write(store, events=[lease(f"a{number}"), lease(f"b{number}", "b"), event(operator="x")])
 
     history = await store.history("a", Topic.LEASE, 3)
-    assert [told.event.details for told in history] == ["a2", "a3", "a4"]
+    assert [found.event.details for found in history] == ["a2", "a3", "a4"]
     assert len(await store.history("a", Topic.LEASE, 100)) == 5
     assert len(await store.history("a", Topic.OPERATOR, 100)) == 5
     assert await store.history("a", Topic.COMPLETION, 100) == []
@@ -144,8 +144,8 @@ async def test_events_that_a_history_omits_do_not_count_against_its_limit(store:
     await write(store, events=[event(lease="released", operator="replayed")])
 
     history = await store.history("a", Topic.LEASE, 2, "renewed")
-    assert [told.event.lease for told in history] == ["acquired", "released"]
-    assert [told.event.lease for told in await store.history("a", Topic.LEASE, 2)] == ["renewed", "released"]
+    assert [found.event.lease for found in history] == ["acquired", "released"]
+    assert [found.event.lease for found in await store.history("a", Topic.LEASE, 2)] == ["renewed", "released"]
     assert len(await store.history("a", Topic.OPERATOR, 2, "renewed")) == 1
 
 
@@ -155,15 +155,15 @@ async def test_executions_of_two_partitions_with_one_uuid_have_separate_historie
         await write(store, events=[event(name, lease=name)])
 
     for name in names:
-        assert [told.event.lease for told in await store.history(name, Topic.LEASE, 10)] == [name]
+        assert [found.event.lease for found in await store.history(name, Topic.LEASE, 10)] == [name]
 
 
 async def test_history_and_feed_agree(store: Store, clock: ManualClock) -> None:
     await write(store, events=[lease("1"), lease("2", "b"), lease("3")])
 
-    fed = [told for told in (await store.feed(Topic.LEASE, 0, 10)).events if told.event.execution_id == "a"]
+    fed = [found for found in (await store.feed(Topic.LEASE, 0, 10)).events if found.event.execution_id == "a"]
     history = await store.history("a", Topic.LEASE, 10)
-    assert [(told.at, told.event) for told in history] == [(told.at, told.event) for told in fed]
+    assert [(found.at, found.event) for found in history] == [(found.at, found.event) for found in fed]
 
 
 async def test_events_outlive_their_execution(store: Store) -> None:
@@ -256,7 +256,7 @@ async def test_reading_can_continue_from_every_position_that_was_returned(store:
     for number in range(5):
         await write(store, events=[lease(str(number)), event(operator="x")])
         page = await store.feed(Topic.LEASE, places[-1], 10)
-        places += [told.position for told in page.events] + [page.position, await store.feed_end()]
+        places += [found.position for found in page.events] + [page.position, await store.feed_end()]
     clock.advance_ms(1000)
     await write(store, events=[lease("last")])
     await store.trim_feed(clock.now, 3)

@@ -178,8 +178,8 @@ async def test_a_refused_change_does_not_affect_its_neighbours(store: Store, clo
     ]
     assert await store.commit(batch) == [clock.now, None] * 5
     assert [await is_marked(store, name) for name in names] == [True, False] * 5
-    told = (await store.feed(Topic.COMPLETION, 0, 100)).events
-    assert [one.event.execution_id for one in told] == names[::2]
+    events = (await store.feed(Topic.COMPLETION, 0, 100)).events
+    assert [one.event.execution_id for one in events] == names[::2]
 
 
 @pytest.mark.parametrize("stale", ["a", "b"])

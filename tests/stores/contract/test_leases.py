@@ -121,10 +121,10 @@ async def test_each_renewal_emits_an_event(store: Store, clock: ManualClock) -> 
     clock.advance_ms(5)
     await store.renew([second, first], RENEWAL)
 
-    told = (await store.feed(Topic.LEASE, end, 10)).events
-    assert [one.event.execution_id for one in told] == ["b", "a"]
-    assert {one.at for one in told} == {clock.now}
-    assert told[1].event == Event(
+    events = (await store.feed(Topic.LEASE, end, 10)).events
+    assert [one.event.execution_id for one in events] == ["b", "a"]
+    assert {one.at for one in events} == {clock.now}
+    assert events[1].event == Event(
         execution_id="a",
         namespace="default",
         tags="{}",

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from flowfabric.clock import ManualClock
-from flowfabric.model.change import Delete, Insert, Patch
+from flowfabric.model.change import Delete, Insert, Patch, Upsert
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, QueueKey
 from flowfabric.model.instant import FromNow
+from flowfabric.model.limits.quota import QuotaRequest
 from flowfabric.model.states import AttemptRecordState, AttemptType, LifecyclePhase
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Due, Scan, Where
@@ -190,3 +191,25 @@ async def test_pages_of_a_list_hold_every_row_once(store: Store) -> None:
         seen += page
         after = (page[-1].started_at, page[-1].execution_id, page[-1].attempt_index)
     assert seen == sorted(rows, key=lambda row: (row.started_at, row.execution_id, row.attempt_index))
+
+
+async def test_the_window_of_a_quota_policy_is_listed_by_instant_without_the_rows_of_others(store: Store) -> None:
+    def request(name: str, at: int, *, policy: str = "q", dimension: str = "", namespace: str = "n") -> Insert:
+        return Insert(QuotaRequest(policy, dimension, name, at, at + 60, namespace))
+
+    own = [request("d", 40), request("c", 30), request("b", 30), request("a", 2**53 + 1), request("old", 10)]
+    await write(store, *own, request("x", 30, dimension="tokens"), request("y", 30, namespace="n2"))
+    await write(store, request("z", 30, policy="q2"))
+
+    async def window(after: int, limit: int = 10, last: tuple[int, str] | None = None) -> list[str]:
+        where = [Where("quota_policy_id", "=", "q"), Where("namespace", "=", "n"), Where("dimension", "=", "")]
+        where.append(Where("admitted_at", ">", after))
+        order = ("admitted_at", "execution_id")
+        return names(await store.scan(Scan(QuotaRequest, tuple(where), order, limit=limit, after=last)))
+
+    assert await window(10) == ["b", "c", "d", "a"]
+    assert await window(10, 2) == ["b", "c"]
+    assert await window(10, 2, (30, "c")) == ["d", "a"]
+    assert await window(2**53) == ["a"]
+    await write(store, Delete(QuotaRequest, ("n", "q", "", "c")), Upsert(QuotaRequest("q", "", "b", 50, 60, "n")))
+    assert await window(0) == ["old", "d", "b", "a"]

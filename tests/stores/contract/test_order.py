@@ -12,7 +12,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution, IdempotencyKey, Payload, QueueKey
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.port import Store

@@ -13,7 +13,7 @@ from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Paylo
 from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import Read, Scan, Search, SearchPage, Where
 from flowfabric.stores.verdicts import Unstorable
 from tests.stores.sample_rows import MAIL, change, claim_request, event, execution, one, payload, queued
 
@@ -91,13 +91,13 @@ async def test_scans_are_ordered_across_partitions(filled: Store) -> None:
 
 
 async def test_a_search_reads_all_partitions(filled: Store) -> None:
-    page = SearchPage([], ("",))
+    page = SearchPage([], (2**60, ""))
     found: list[str] = []
     while page.after is not None:
-        page = await filled.search(Scan(Execution, (Where("rank", ">", 3),), ("execution_id",), page.after, 5), 6)
-        found += [row.execution_id for row in page.rows]
+        page = await filled.search(Search((Where("rank", ">", 3),), after=page.after, limit=5, budget=6))
+        found += [one.row.execution_id for one in page.found]
 
-    assert found == sorted(NAMES[4:])
+    assert found == sorted(NAMES[4:], reverse=True)
 
 
 async def test_due_rows_of_all_partitions_are_ordered_by_instant(filled: Store, clock: ManualClock) -> None:
@@ -115,14 +115,14 @@ async def test_due_rows_of_all_partitions_are_ordered_by_instant(filled: Store, 
 
 async def test_the_feed_holds_the_events_of_all_partitions_in_order_within_each(filled: Store) -> None:
     await filled.commit([change(events=[event(name, lease="y")]) for name in NAMES])
-    told: list[tuple[str, str | None]] = []
+    emitted: list[tuple[str, str | None]] = []
     async with asyncio.timeout(20):
-        while len(told) < 2 * len(NAMES):
+        while len(emitted) < 2 * len(NAMES):
             page = await filled.feed(Topic.LEASE, 0, 1000)
-            told = [(found.event.execution_id, found.event.lease) for found in page.events]
+            emitted = [(found.event.execution_id, found.event.lease) for found in page.events]
 
     for name in NAMES:
-        assert [lease for owner, lease in told if owner == name] == ["x", "y"]
+        assert [lease for owner, lease in emitted if owner == name] == ["x", "y"]
         assert [entry.event.lease for entry in await filled.history(name, Topic.LEASE, 10)] == ["x", "y"]
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +124,7 @@ class Play:
         self.answers.append((await self.store.load([Read(row, ()) for row in TABLES])).rows)
         for topic in Topic:
             page = await self.store.feed(topic, self.begin, 1000)
-            self.answers.append([(told.at, told.event) for told in page.events])
+            self.answers.append([(found.at, found.event) for found in page.events])
         for column in ("delay_until", "lease_expires_at"):
             self.answers.append(await self.store.due(Execution, column, limit=2))
 
@@ -138,17 +139,17 @@ def commits(draw: st.DrawFn) -> Act:
     for name in draw(st.lists(names, unique=True, min_size=1)):
         owned = draw(st.lists(writes_about(name), max_size=4))
         guard = draw(st.sampled_from(["none", "absent", "seen", "stale", "live", "lapsed"]))
-        told = draw(st.lists(events, max_size=2))
+        emitted = draw(st.lists(events, max_size=2))
         bounds = draw(st.fixed_dictionaries({}, optional={"not_before": offsets, "not_after": offsets}))
-        made.append((name, guard, owned, told, bounds))
+        made.append((name, guard, owned, emitted, bounds))
 
     async def act(play: Play) -> None:
         changes = []
-        for number, (name, guard, owned, told, bounds) in enumerate(made):
+        for number, (name, guard, owned, emitted, bounds) in enumerate(made):
             ((*found,),) = (await play.store.load([Read(Execution, (name,))])).rows
             at: dict[str, Any] = {bound: play.clock.now + offset for bound, offset in bounds.items()}
             guards = _guards(name, guard, found[0] if found else None)
-            changes.append(Change(guards, tuple(owned), tuple(told), **at, id=play.step * 100 + number))
+            changes.append(Change(guards, tuple(owned), tuple(emitted), **at, id=play.step * 100 + number))
         await play.note(play.store.commit(changes))
 
     return act
@@ -251,7 +252,8 @@ async def _play(store: Store, clock: ManualClock, sequence: list[Act]) -> list[A
     return play.answers
 
 
-async def test_every_store_answers_like_the_memory_store(store: Store, clock: ManualClock) -> None:
+async def assert_agreement(store: Store, clock: ManualClock, examples: int) -> None:
+    """Assert that a store answers so many random sequences like the memory store."""
     begin = clock.now
     loop = asyncio.get_running_loop()
 
@@ -262,5 +264,15 @@ async def test_every_store_answers_like_the_memory_store(store: Store, clock: Ma
         answers = asyncio.run_coroutine_threadsafe(_play(store, clock, sequence), loop).result(60)
         assert answers == expected
 
-    relaxed = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    relaxed = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     await asyncio.to_thread(relaxed(given(lives)(live)))
+
+
+async def test_every_store_answers_like_the_memory_store(store: Store, clock: ManualClock) -> None:
+    await assert_agreement(store, clock, 25)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+async def test_every_store_answers_very_many_sequences_like_the_memory_store(store: Store, clock: ManualClock) -> None:
+    await assert_agreement(store, clock, 1000)

@@ -13,7 +13,7 @@ from flowfabric.model.event import Topic
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, QueueKey, Result
 from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.instant import NOW, Draft, FromNow
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
@@ -100,7 +100,7 @@ async def test_a_running_clock_is_read_once_per_commit(store: Store, clock: Manu
     assert len(set(committed)) == 1
     rows = [(await one(store, Execution, name)) for name in names]
     assert {instant for row in rows for instant in (row.created_at, row.last_mutation_at)} == set(committed)
-    assert {told.at for told in (await store.feed(Topic.LEASE, 0, 100)).events} == set(committed)
+    assert {found.at for found in (await store.feed(Topic.LEASE, 0, 100)).events} == set(committed)
 
 
 async def test_an_upsert_inserts_a_row_or_replaces_it_whole(store: Store) -> None:
@@ -153,11 +153,11 @@ async def test_a_delete_removes_a_root_that_another_change_of_the_batch_patches(
     edge = Dependency("child", "edge", "flow", "above", DependencyKind.SUCCESS_ONLY)
     await write(store, Insert(execution("child")), Insert(edge), Insert(execution("above")))
     gone = change(Delete(Dependency, ("child",)), Delete(Execution, ("child",)))
-    told = change(
+    emitting = change(
         Patch(Execution, ("above",), {"priority": 5}), Patch(Dependency, ("child", "edge"), {"unfolded_at": NOW})
     )
 
-    assert await store.commit([told, gone] if beside == "before" else [gone, told]) == [clock.now] * 2
+    assert await store.commit([emitting, gone] if beside == "before" else [gone, emitting]) == [clock.now] * 2
 
     assert (await store.load([Read(Dependency, ("child",))])).rows == [[]]
     assert (await one(store, Execution, "above")).priority == 5
@@ -225,7 +225,7 @@ async def test_an_unstorable_row_refuses_its_own_change_only(store: Store, field
     assert [row.execution_id for row in (await store.load([Read(Execution, ())])).rows[0]] == ["a1", "a2", "a3", "c"]
     assert await one(store, Execution, "c") == before
     assert (await store.load([Read(Payload, ())])).rows == [[]]
-    assert [told.event.lease for told in (await store.feed(Topic.LEASE, end, 10)).events] == ["good"] * 3
+    assert [found.event.lease for found in (await store.feed(Topic.LEASE, end, 10)).events] == ["good"] * 3
     assert await store.queues() == [QueueKey("new", name) for name in ("a1", "a2", "a3")]
     assert [type(verdict) for verdict in await store.commit([bad[0]])] == [Unstorable]
 
@@ -254,7 +254,7 @@ async def test_a_row_that_exists_refuses_the_change_that_inserts_it_and_no_other
     assert [(await one(store, Execution, name)) is not None for name in "abcd"] == [True] * 4
     assert (await one(store, Execution, "there")).priority == 0
     assert await one(store, Payload, "there") is None
-    assert [told.event.execution_id for told in (await store.feed(Topic.LEASE, 0, 10)).events] == [*"abcd"]
+    assert [found.event.execution_id for found in (await store.feed(Topic.LEASE, 0, 10)).events] == [*"abcd"]
 
 
 async def test_the_first_of_several_changes_that_insert_one_row_is_written(store: Store) -> None:

@@ -14,26 +14,33 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.claiming import ready_queues
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
-from flowfabric.model.budget import Budget, UsageKey
+from flowfabric.model.answers.limits import Reserved
 from flowfabric.model.execution import Execution, IdempotencyKey, QueueKey
 from flowfabric.model.flow import Flow
 from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.limits.budget import Budget, BudgetDimension, BudgetReservation, UsageKey
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest, QuotaSlot
 from flowfabric.model.outbox import OutboxMessage
+from flowfabric.model.scheduling.worker import RegisteredWorker, WorkerEvent
 from flowfabric.model.suspension import Suspension, Waitpoint
-from flowfabric.model.worker import RegisteredWorker, WorkerEvent
 from flowfabric.stores.postgres import PostgresStore, queue_reads
 from flowfabric.stores.postgres.dead_entries import BLOAT_THRESHOLD, ENTRIES_PER_S, SLICE_ENTRIES, BloatedQueue
 from flowfabric.stores.postgres.queue_ids import queue_id
 from flowfabric.stores.queries import Scan, Where
-from tests.stores.dead_rows import Meter, connected, insert_rows, keyed, leave_dead
+from tests.stores.dead_rows import PAGES, Meter, connected, insert_rows, keyed, leave_dead, update_often, vacuum
 from tests.stores.sample_rows import insert_queued, queued
 
 pytestmark = pytest.mark.slow
 
-DEAD = 6000  # of each queue; the second measurement has four times as many
+DEAD = 6000  # dead entries of each queue; the second measurement has four times as many
+DEAD_DUE = 3000  # the same of a column of instants
 MOST = BLOAT_THRESHOLD + 2 * SLICE_ENTRIES  # entries of one read of a queue
 WARM_UP = 40  # the number of reads after which slices are small
 ROUNDS = 60  # more reads than a round has
+BATCH = 5  # executions with limits that run together
+MOST_LIMITED = 1000  # entries of their creation, claim and completion
+LIMIT = "0c000000-0000-4000-8000-000000000001"
+RATE = "0c000000-0000-4000-8000-000000000002"
 DUE = [
     (Execution, "lease_expires_at"),
     (Execution, "delay_until"),
@@ -50,12 +57,21 @@ DUE = [
     (OutboxMessage, "due_at"),
     (IdempotencyKey, "expires_at"),
     (UsageKey, "expires_at"),
+    (QuotaRequest, "expires_at"),
     (Flow, "purge_check_at"),
 ]
 
 
+@pytest.fixture(autouse=True)
+async def vacuumed(database: str) -> AsyncIterator[None]:
+    """No dead entries of earlier tests, and none for later ones."""
+    await vacuum(database)
+    yield
+    await vacuum(database)
+
+
 @pytest.fixture
-async def snapshot_holder(database: str) -> AsyncIterator[None]:
+async def snapshot_holder(vacuumed: None, database: str) -> AsyncIterator[None]:
     """A connection with an idle transaction that holds a snapshot."""
     async with connected(database) as connection:
         await connection.execute("begin isolation level repeatable read")
@@ -97,6 +113,10 @@ class Claims:
     async def costs(self, count: int) -> list[int]:
         return [await self.meter.cost(self.one()) for _ in range(count)]
 
+    async def warm_up(self) -> None:
+        for _ in range(WARM_UP):
+            await self.one()
+
     async def one(self) -> None:
         self.clock.advance_ms(300)
         self.count += 1
@@ -132,11 +152,11 @@ async def test_a_claim_by_plan_steps_over_a_bounded_number_of_entries(
     most = (1 + 2 * len(queues)) * MOST
     claims = Claims(engine, clock, queues, meter)
     await dead_work(pg, clock, queues)
-    await claims.costs(WARM_UP)
+    await claims.warm_up()
     before = await claims.costs(10)
     for _ in range(3):
         await dead_work(pg, clock, queues)
-    await claims.costs(WARM_UP)
+    await claims.warm_up()
     after = await claims.costs(10)
 
     assert max(before) < most
@@ -181,11 +201,11 @@ async def test_claims_among_very_many_queues_step_over_a_bounded_number_of_entri
     await pg._queue_ids.register(queues)
     await dead_work(pg, clock, queues[:2])
     claims = Claims(engine, clock, queues[:3], meter)
-    await claims.costs(WARM_UP)
+    await claims.warm_up()
     before = await claims.costs(10)
     for _ in range(3):
         await dead_work(pg, clock, queues[:2])
-    await claims.costs(WARM_UP)
+    await claims.warm_up()
     after = await claims.costs(10)
 
     assert max(before) < 10 * MOST
@@ -234,12 +254,13 @@ async def test_due_rows_are_found_in_a_bounded_number_of_entries(
 
     async def dead(times: int) -> int:
         for _ in range(times):
-            await leave_dead(dsn, row, DEAD, **{column: f"{clock.now} + n"})
-            clock.advance_ms(DEAD + 1000)
+            await leave_dead(dsn, row, DEAD_DUE, **{column: f"{clock.now} + n"})
+            clock.advance_ms(DEAD_DUE + 1000)
         for _ in range(WARM_UP):
             await look()
         return max([await meter.cost(look()) for _ in range(10)])
 
+    assert DEAD_DUE > MOST, "otherwise the bound shows nothing"
     before, after = await dead(1), await dead(3)
 
     assert before < MOST
@@ -319,6 +340,107 @@ async def test_the_search_for_queues_with_work_does_not_grow_with_the_number_of_
     few, many = await searches(300), await searches(1200)
 
     assert many <= max(few, 3 * queue_reads.MAX_WINDOWS * queue_reads.MAX_TRACKED)
+
+
+class LimitedWork:
+    """Executions with a limit that are created, claimed and completed."""
+
+    def __init__(self, engine: Engine, clock: ManualClock, meter: Meter, policy: dict[str, Any]) -> None:
+        self.engine, self.clock, self.meter, self.policy = engine, clock, meter, policy
+
+    async def costs(self, count: int) -> list[int]:
+        return [await self.meter.cost(self.batch()) for _ in range(count)]
+
+    async def batch(self) -> None:
+        """Run as many executions as one claim returns, so that their slots are released by one statement."""
+        engine = self.engine
+        self.clock.advance_ms(300)
+        for _ in range(BATCH):
+            await engine.create_execution(
+                execution_id=engine.new_execution_id("mail"),
+                namespace="default",
+                lane_id="mail",
+                execution_kind="k",
+                input_payload=b"",
+                policy=self.policy,
+            )
+        claimed = await engine.claim_admitted("mail", BATCH, worker_id="w", worker_instance_id="w-1")
+        assert len(claimed) == BATCH
+        if "budget_ids" in self.policy:
+            for one in claimed:
+                reserved = await engine.reserve_budget(LIMIT, one.execution_id, {"usd": 1}, ttl_ms=10_000)
+                assert isinstance(reserved, Reserved)
+                await engine.settle_budget(LIMIT, one.execution_id, reserved.reservation_id, {"usd": 1})
+        await engine.complete_many([(one.handle, b"") for one in claimed])
+        await engine.outbox.wait_for_deliveries()
+
+
+@pytest.mark.parametrize(("policy", "rate", "cap"), [(LIMIT, 0, 10), (RATE, 1000, 0)], ids=["concurrency", "rate"])
+async def test_work_with_a_quota_steps_over_a_bounded_number_of_entries(
+    pg: PostgresStore,
+    clock: ManualClock,
+    engine: Engine,
+    snapshot_holder: None,
+    meter: Meter,
+    policy: str,
+    rate: int,
+    cap: int,
+) -> None:
+    await engine.create_quota_policy(policy, window_seconds=2, max_requests_per_window=rate, max_concurrent=cap)
+    work = LimitedWork(engine, clock, meter, {"quota_policy_ids": [policy]})
+    owner = {"quota_policy_id": f"'{policy}'", "namespace": "'default'"}
+
+    async def dead(times: int) -> int:
+        for _ in range(times):
+            await leave_dead(pg._pool.dsn, QuotaSlot, DEAD, **owner)
+            entry = {"dimension": "'default'", "admitted_at": f"{clock.now} + n", "expires_at": f"{clock.now} + n"}
+            await leave_dead(pg._pool.dsn, QuotaRequest, DEAD, **owner, **entry)
+            clock.advance_ms(DEAD + 3000)
+        return max(await work.costs(10))
+
+    assert await dead(1) < MOST_LIMITED
+    assert await dead(3) < MOST_LIMITED
+
+
+async def test_work_with_a_budget_steps_over_a_bounded_number_of_entries(
+    pg: PostgresStore, clock: ManualClock, engine: Engine, snapshot_holder: None, meter: Meter
+) -> None:
+    await engine.create_budget(LIMIT, dimensions=["usd"], hard_limits=[10**9], soft_limits=[0])
+    work = LimitedWork(engine, clock, meter, {"budget_ids": [LIMIT]})
+    owner = {"budget_id": f"'{LIMIT}'", "namespace": "'default'", "dimension": "'usd'"}
+
+    async def dead(times: int) -> int:
+        for _ in range(times):
+            await leave_dead(pg._pool.dsn, BudgetReservation, DEAD, **owner)
+        return max(await work.costs(10))
+
+    assert await dead(1) < MOST_LIMITED
+    assert await dead(3) < MOST_LIMITED
+
+
+@pytest.mark.parametrize("kind", ["quota", "budget"])
+async def test_work_with_a_limit_reads_few_of_the_dead_versions_of_its_rows(
+    pg: PostgresStore, clock: ManualClock, engine: Engine, snapshot_holder: None, kind: str
+) -> None:
+    """Every change of a limit leaves a version of its root, and of the dimensions that it counts in."""
+    if kind == "quota":
+        await engine.create_quota_policy(LIMIT, window_seconds=2, max_requests_per_window=1000, max_concurrent=10)
+        policy: dict[str, Any] = {"quota_policy_ids": [LIMIT]}
+        updated: list[tuple[Any, str]] = [(QuotaPolicy, "created_at")]
+    else:
+        await engine.create_budget(LIMIT, dimensions=["usd", "token"], hard_limits=[10**9] * 2, soft_limits=[0] * 2)
+        policy = {"budget_ids": [LIMIT]}
+        updated = [(Budget, "last_updated_at"), (BudgetDimension, "hard_limit")]
+    work = LimitedWork(engine, clock, Meter(pg, PAGES), policy)
+    before = min(await work.costs(5))
+    for row, column in updated:
+        await update_often(pg._pool.dsn, row, column, DEAD)
+    # The work leaves versions of its own; reading all of these costs more than twice as many pages.
+    few_pages = DEAD // 20
+
+    after = min(await work.costs(5))
+
+    assert after < before + few_pages
 
 
 class Counted:

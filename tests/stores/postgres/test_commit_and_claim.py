@@ -58,7 +58,7 @@ def beside(*others: Change) -> list[Change]:
         (None, beside(change(Insert(queued("new", 9)))), 5),
         (None, beside(), 0),
     ],
-    ids=["somebody stands there", "somebody granted stands there", "somebody new comes along", "nobody wants it"],
+    ids=["another row is queued", "a granted row is queued", "another row is queued meanwhile", "nobody wants it"],
 )
 async def test_otherwise_the_rows_are_left_to_a_separate_claim(
     pg: PostgresStore, clock: ManualClock, stands: Execution | None, changes: list[Change], wanted: int
@@ -97,9 +97,8 @@ async def test_a_batch_that_is_written_in_steps_is_left_to_a_separate_claim(
     pg: PostgresStore, clock: ManualClock
 ) -> None:
     revisions = await insert_unqueued(pg, "a")
-    twice = change(
-        Patch(Execution, ("x",), {"priority": 1}), Patch(Execution, ("x",), {"priority": 2})
-    )  # One row, two writes: the second write needs a further statement.
+    # One row, two writes: the second write needs a further statement.
+    twice = change(Patch(Execution, ("x",), {"priority": 1}), Patch(Execution, ("x",), {"priority": 2}))
     await insert_queued(pg, execution("x"))
 
     result = await pg.commit_and_claim([enqueue("a", revisions["a"]), twice], NO_TOPICS, claim_request(5))

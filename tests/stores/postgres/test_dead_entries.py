@@ -127,8 +127,7 @@ async def test_an_expired_lease_beside_dead_entries_is_found(
 ) -> None:
     """Every claim looks for expired leases in a separate index."""
     rows = [execution(f"{number:06}", lease_expires_at=clock.now + number) for number in range(2 * BLOAT_THRESHOLD)]
-    for row in rows:
-        await write(pg, Insert(row), Insert(payload(row.execution_id)))
+    await write(pg, *map(Insert, rows), *(Insert(payload(row.execution_id)) for row in rows))
     clock.advance_ms(3 * BLOAT_THRESHOLD)
     connection: Any = await asyncpg.connect(pg._pool.dsn)
     await connection.execute("update ff_exec_core set lease_expires_at = null")
@@ -158,10 +157,9 @@ async def test_a_claim_beside_dead_entries_returns_nothing_only_if_nothing_is_cl
     await drain(pg, clock, TASKS)
     assert counted.may_hide_rows([queue_id(MAIL)])
     backlog = 40 * BATCH
-    for number in range(backlog):
-        clock.advance_ms(1)
-        await insert_queued(pg, queued(f"backlog-{number:04}", clock.now))
-    clock.advance_ms(1000)
+    names = [f"backlog-{number:04}" for number in range(backlog)]
+    await insert_queued(pg, *(queued(name, clock.now + number) for number, name in enumerate(names, 1)))
+    clock.advance_ms(backlog + 1000)
     other: Any = await asyncpg.connect(pg._pool.dsn)
     await other.execute("begin")
     await other.fetch("select 1 from ff_exec_core where line is not null order by rank limit $1 for update", locked)
@@ -171,7 +169,7 @@ async def test_a_claim_beside_dead_entries_returns_nothing_only_if_nothing_is_cl
         claimed += [row.execution_id for row, _ in rows]
     await other.close()
 
-    assert sorted(claimed) == [f"backlog-{number:04}" for number in range(locked, backlog)]
+    assert sorted(claimed) == names[locked:]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -25,7 +25,7 @@ BATCH = """
 with batch as (
     insert into ff_batch (at, events)
     values (0, array[(jsonb_populate_record(null::ff_told,
-        jsonb_build_object('execution_id', '{0}', 'namespace', 'default', 'lease', 'told')))])
+        jsonb_build_object('execution_id', '{0}', 'namespace', 'default', 'lease', 'emitted')))])
     returning batch_id)
 insert into ff_told_in (execution_id, batch_id) select '{0}', batch_id from batch
 """
@@ -36,7 +36,7 @@ def names(events: list[FeedEvent]) -> list[str]:
 
 
 async def emit(store: PostgresStore, name: str) -> None:
-    await write(store, events=[event(name, lease="told")])
+    await write(store, events=[event(name, lease="emitted")])
 
 
 async def test_a_batch_that_commits_late_is_not_skipped(pg: PostgresStore, rival: Rival) -> None:
@@ -85,7 +85,7 @@ async def test_two_batches_about_one_row_are_in_the_order_of_their_commits(pg: P
     )
     commit = asyncio.create_task(pg.commit([second]))
     await rival.blocks()
-    await rival.connection.execute(BATCH.format("a").replace("'told'", "'first'"))
+    await rival.connection.execute(BATCH.format("a").replace("'emitted'", "'first'"))
     await rival.end()
 
     assert await commit != [None]
@@ -117,12 +117,12 @@ async def test_concurrent_readers_and_writers_skip_and_repeat_nothing(database: 
     readers = [asyncio.create_task(read_all(store)) for store in stores]
     await asyncio.gather(*(write_some(store, writer) for writer, store in enumerate(stores * 2)))
     written.set()
-    told = await asyncio.gather(*readers)
+    answers = await asyncio.gather(*readers)
 
-    assert all(one == told[0] for one in told)
-    assert sorted(names(told[0])) == sorted(f"{writer}-{number:02}" for writer in range(8) for number in range(40))
+    assert all(one == answers[0] for one in answers)
+    assert sorted(names(answers[0])) == sorted(f"{writer}-{number:02}" for writer in range(8) for number in range(40))
     for writer in range(8):  # The sequential writes of one caller stay in order.
-        own = [name for name in names(told[0]) if name.startswith(f"{writer}-")]
+        own = [name for name in names(answers[0]) if name.startswith(f"{writer}-")]
         assert own == sorted(own)
     for store in stores:
         await store.close()

@@ -21,6 +21,7 @@ MAIL = frozenset({"mail"})
 LISTENER = """
 select pid from pg_stat_activity
  where datname = current_database() and application_name = 'flowfabric' and query ilike 'listen %'
+   and state = 'idle'  -- else it has not committed yet, and gets no message
 """
 
 

@@ -31,7 +31,7 @@ from flowfabric.stores.postgres.commit.statement import commit
 from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.postgres.pool import SESSION_SETTINGS
 from flowfabric.stores.postgres.queue_reads import NONEMPTY_QUEUES
-from flowfabric.stores.queries import GroupedCount, Read, Scan, Where
+from flowfabric.stores.queries import GroupedCount, Read, Scan, Search, Where
 from tests.conftest import migrate
 from tests.servers import postgres
 from tests.stores.sample_rows import change, claim_request, event, execution, payload
@@ -150,6 +150,7 @@ async def test_a_claim_from_one_queue_walks_its_index_and_updates_the_locked_row
         ("Index Scan", "ff_exec_core", "ff_exec_core_line"),
         ("Tid Scan", "ff_exec_core", None),
         ("Index Scan", "ff_payload", "ff_payload_pkey"),
+        ("Index Scan", "ff_exec_core", "ff_exec_core_line"),  # only executed if nothing was locked
     ]
     assert '"e.rank"' not in json.dumps(planner.plans)  # The queue is not sorted: the index has it in order.
 
@@ -195,14 +196,18 @@ async def test_a_claim_reads_few_pages_whatever_the_table_holds(planner: Planner
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 50 * 100, sql
 
 
-async def test_a_search_reads_a_range_of_keys(planner: Planner) -> None:
-    where = (Where("namespace", "=", "x"), Where("execution_id", "<=", "m"))
-    scan = Scan(Execution, where, ("execution_id",), ("a",), 51)
+async def test_a_search_walks_the_index_of_creations(planner: Planner) -> None:
+    where = (Where("namespace", "=", "x"), Where("created_at", ">=", 5))
+    search = Search(where, "mail", (9, "m"), 51, 2000)
 
-    for statement, values in (reads.nth_key_statement(scan, 10_000), reads.scan_statement(scan, numbers)):
+    for statement, values in (
+        reads.search_end_statement(search, numbers),
+        reads.search_statement(search, (7, "a"), numbers),
+    ):
         await planner.fetch(statement, *values)
 
-    assert [index for _, _, index in planner.scans()] == ["ff_exec_core_pkey"] * 2
+    assert {index for _, _, index in planner.scans()} == {"ff_exec_core_created_at", "ff_payload_pkey"}
+    assert '"Sort"' not in json.dumps(planner.plans)
 
 
 async def test_queues_with_work_are_found_by_index_skips(planner: Planner) -> None:

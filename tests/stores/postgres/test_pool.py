@@ -6,10 +6,12 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 import pytest
 
+from flowfabric import connect
 from flowfabric.clock import ManualClock
 from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable
 from flowfabric.model.change import Guard, Insert, Patch
@@ -169,6 +171,17 @@ async def test_an_unreachable_server_leaves_no_unknown_outcome() -> None:
     assert unknown_outcome(error) is False
     assert error.value.source is StoreFault.TRANSPORT
     await store.close()
+
+
+async def test_an_address_of_several_hosts_reaches_the_one_that_is_up_and_writable(database: str) -> None:
+    parts = urlsplit(database)
+    user, _, host = parts.netloc.rpartition("@")
+    hosts = parts._replace(netloc=f"{user}@127.0.0.1:1,{host}", query="target_session_attrs=read-write")
+
+    async with await connect(urlunsplit(hosts), migrate=False) as engine:
+        execution_id = engine.new_execution_id()
+        await engine.create_execution(execution_id=execution_id)
+        assert await engine.describe_execution(execution_id) is not None
 
 
 async def test_a_missing_database_is_reported(database: str) -> None:

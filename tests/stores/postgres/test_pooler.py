@@ -234,8 +234,8 @@ async def test_every_store_operation_works_through_a_pooler(
     assert [late.execution_id for late in (await store.due(Execution, "lease_expires_at", limit=9)).rows] == ["a"]
     assert len(await store.scan(Scan(Execution))) == 4
     assert [line.lane_id for line in await store.queues()] == await store.lanes(None, 5) == ["mail"]
-    told = [one.event.lease for one in (await store.feed(Topic.LEASE, 0, 10)).events]
-    assert told == ["acquired", "acquired", "acquired", "renewed", "released"]
+    events = [one.event.lease for one in (await store.feed(Topic.LEASE, 0, 10)).events]
+    assert events == ["acquired", "acquired", "acquired", "renewed", "released"]
     assert len(await store.history("a", Topic.LEASE, 10)) == 3
     await store.close()
 

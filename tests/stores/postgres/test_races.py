@@ -6,14 +6,16 @@ import asyncio
 
 import pytest
 
+from flowfabric import Engine, Settings
 from flowfabric.clock import ManualClock
+from flowfabric.ids import SeededMinter
 from flowfabric.model.change import Change, Delete, Guard, Insert, LeaseCheck, LeaseRequirement, Patch, Upsert, absent
 from flowfabric.model.event import Topic
-from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.execution import Attempt, Execution, Payload, QueueKey, Result
 from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import AttemptRecordState, AttemptType
 from flowfabric.rules.execution.lease import RENEWAL
-from flowfabric.stores.claims import LeaseRef
+from flowfabric.stores.claims import ClaimedRows, ClaimRequest, LeaseRef
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
 from flowfabric.stores.verdicts import Verdict
@@ -309,6 +311,42 @@ class TestAClaim:
         assert sorted(row.lease_id or "" for row, _ in claimed.rows) == sorted(
             ids.lease_id for ids in request.lease_ids
         )
+
+    @pytest.mark.parametrize("queues", [1, 3])
+    async def test_says_if_others_have_locked_all_rows(self, pg: PostgresStore, rival: Rival, queues: int) -> None:
+        names = [QueueKey("mail", fairness_key=str(number)) for number in range(queues)]
+        await insert_queued(pg, queued("a", 0, line=names[0]))
+        await rival.begin("select 1 from ff_exec_core for update")
+        locked = await pg.claim_rows(claim_request(2, *names))
+        await rival.end("rollback")
+        unlocked, none_left = [await pg.claim_rows(claim_request(2, *names, prefix=name)) for name in ("b-", "c-")]
+
+        assert [(len(one.rows), one.has_locked) for one in (locked, unlocked, none_left)] == [
+            (0, True),
+            (1, False),
+            (0, False),
+        ]
+
+    async def test_is_sent_again_when_the_transaction_that_locked_all_rows_has_ended(
+        self, pg: PostgresStore, rival: Rival, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine(pg, minter=SeededMinter(1), settings=Settings(dispatch=False))
+        run = engine.new_execution_id("mail")
+        await engine.create_execution(execution_id=run, lane_id="mail")
+        claim_rows = pg.claim_rows
+
+        async def claim_and_end_rival(request: ClaimRequest) -> ClaimedRows:
+            claimed = await claim_rows(request)
+            if claimed.has_locked:
+                await rival.end("rollback")
+            return claimed
+
+        monkeypatch.setattr(pg, "claim_rows", claim_and_end_rival)
+        await rival.begin("select 1 from ff_exec_core for update")
+        claimed = await engine.claim("mail", worker_id="worker", worker_instance_id="worker-1")
+
+        assert claimed is not None
+        assert claimed.execution_id == run
 
     async def test_does_not_wait_for_another_claim(self, pg: PostgresStore, rival: Rival) -> None:
         await insert_queued(pg, queued("a", 0), queued("b", 1))

@@ -58,7 +58,7 @@ async def live_through(store: PostgresStore, name: str = "a") -> None:
     row = await claimed(store, name)
     held = LeaseRef(name, 0, row.attempt_id or "", row.lease_id or "", row.lease_epoch, 1000)
     await store.renew([held, held], RENEWAL)
-    await write(store, events=[event(name, lease="told")])
+    await write(store, events=[event(name, lease="emitted")])
     assert await store.commit([finished(row)]) != [None]
 
 
@@ -68,7 +68,7 @@ async def pointers(rival: Rival) -> int:
     return number
 
 
-LIFE = ["acquired", "renewed", "renewed", "told", "released"]
+LIFE = ["acquired", "renewed", "renewed", "emitted", "released"]
 
 
 async def test_a_history_contains_the_events_of_every_statement(pg: PostgresStore) -> None:
@@ -147,10 +147,10 @@ async def test_a_trim_waits_for_a_purge_and_removes_the_pointers_that_it_left(
 async def test_events_keep_the_order_of_their_changes_before_those_of_templates(pg: PostgresStore) -> None:
     rows = [await claimed(pg, name) for name in "abc"]
     start = await pg.feed_end()
-    told = [change(events=[event("x", lease=f"{number}")]) for number in (1, 2)]
+    emitted = [change(events=[event("x", lease=f"{number}")]) for number in (1, 2)]
     refused = change(events=[event("x", lease="refused")], not_before=2**62)
 
-    await pg.commit([finished(rows[0]), told[0], refused, finished(rows[1]), told[1], finished(rows[2])])
+    await pg.commit([finished(rows[0]), emitted[0], refused, finished(rows[1]), emitted[1], finished(rows[2])])
 
     events = (await pg.feed(Topic.LEASE, start, MANY)).events
     assert [(one.event.lease, one.event.execution_id) for one in events] == [

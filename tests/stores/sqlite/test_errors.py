@@ -230,7 +230,7 @@ async def test_a_cursor_beyond_the_end_of_a_restored_file_is_reported_and_misses
         store = SQLiteStore(path)
         await store.open(migrate=True)
         for name in names:
-            await write(store, events=[event(name, lease="told")])
+            await write(store, events=[event(name, lease="emitted")])
         end = await store.feed_end()
         await store.close()
         return end
@@ -246,9 +246,9 @@ async def test_a_cursor_beyond_the_end_of_a_restored_file_is_reported_and_misses
     await store.open(migrate=False)
     page = await store.feed(Topic.LEASE, lost, 10)
     assert page.diverged
-    names = [told.event.execution_id for told in page.events]
-    await write(store, events=[event("newest", lease="told")])
-    names += [told.event.execution_id for told in (await store.feed(Topic.LEASE, page.position, 10)).events]
+    names = [found.event.execution_id for found in page.events]
+    await write(store, events=[event("newest", lease="emitted")])
+    names += [found.event.execution_id for found in (await store.feed(Topic.LEASE, page.position, 10)).events]
     assert names == (["new-1", "new-2", "new-3"] if grown else []) + ["newest"]
     assert not (await store.feed(Topic.LEASE, kept, 10)).diverged
     await store.close()

@@ -16,10 +16,10 @@ from flowfabric.errors import InvalidInput, SchemaTooNew, StoreUnavailable, Unav
 from flowfabric.model.change import Insert
 from flowfabric.model.event import Event, Topic
 from flowfabric.model.execution import Execution, QueueKey
-from flowfabric.stores.catalog import TABLES, Table
+from flowfabric.stores.catalog import TABLES, Column, Table
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite.file_lock import refuse_network_filesystem
-from flowfabric.stores.sqlite.migrator import migrations, table_ddl
+from flowfabric.stores.sqlite.migrator import migrations
 from tests.stores.sample_rows import claim_request, event, execution, insert_queued, one, queued, write
 
 
@@ -28,6 +28,25 @@ async def migrated(path: Path) -> apsw.Connection:
     await store.open(migrate=True)
     await store.close()
     return apsw.Connection(str(path))
+
+
+def table_ddl(table: Table) -> str:
+    """Return the DDL of a table according to the catalog; migrations have to produce it."""
+    columns = [
+        f"    {column.name} {sqlite_type(column)}{'' if column.optional else ' NOT NULL'}," for column in table.columns
+    ]
+    lines = [f"CREATE TABLE {table.name} (", *columns, f"    PRIMARY KEY ({', '.join(table.key)})", ") STRICT;"]
+    for index in table.indexes:
+        first = index.columns[0]
+        where = "" if index.whole else f" WHERE {first} IS NOT NULL"
+        lines.append(f"CREATE INDEX {table.name}_{first} ON {table.name} ({', '.join(index.columns)}){where};")
+    return "\n".join(lines)
+
+
+def sqlite_type(column: Column) -> str:
+    if column.is_enum or column.kind in (int, bool, QueueKey):
+        return "INTEGER"
+    return {str: "TEXT", bytes: "BLOB", float: "REAL"}[column.kind]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -163,7 +182,7 @@ async def test_a_position_is_not_reused_after_events_were_removed(tmp_path: Path
 
     assert await store.feed_end() == end
     await write(store, events=[event(lease="x")])
-    assert [told.position for told in (await store.feed(Topic.LEASE, 0, 10)).events] == [end + 1]
+    assert [found.position for found in (await store.feed(Topic.LEASE, 0, 10)).events] == [end + 1]
     await store.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from flowfabric.errors import StoreUnavailable
 from flowfabric.stores.valkey import ValkeyClient
@@ -64,3 +66,18 @@ class WriteHistory:
         assert not found & self.refused, "a write was executed that was reported as not executed"
         assert found <= self.acknowledged | self.in_doubt
         return found
+
+
+@asynccontextmanager
+async def under_load(client: ValkeyClient, writes: int = 20) -> AsyncIterator[WriteHistory]:
+    """Write to all partitions during the block; it begins after `writes` writes, and ends after as many more."""
+    history = WriteHistory(client)
+    async with asyncio.TaskGroup() as group:
+        for tag in TAGS:
+            group.create_task(history.write(tag))
+        try:
+            await history.wait_for_more(writes)
+            yield history
+            await history.wait_for_more(writes)
+        finally:
+            history.stop()

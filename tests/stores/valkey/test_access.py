@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -16,10 +18,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from flowfabric.clock import ManualClock
+from flowfabric.connector import open_engine
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.stores.valkey import ValkeyClient, parse_url
+from flowfabric.stores.valkey.store import ValkeyStore
 from tests.blackhole import BlackHole
-from tests.valkey_servers import ValkeyServers, valkey
+from tests.conftest import REDIS
+from tests.stores.valkey.test_functions import use_everything
+from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, redis, unused_port, valkey
 
 USER = "ff_access"
 
@@ -69,6 +76,37 @@ async def test_a_command_that_the_user_may_not_send_is_an_error_of_authenticatio
     assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.AUTH)
 
 
+async def test_a_user_with_no_more_rights_than_documented_can_do_everything(
+    server: ValkeyServers, clock: ManualClock
+) -> None:
+    rights = documented_rights()
+    server.nodes[0].execute("ACL", "SETUSER", USER, "reset", "on", ">p@ss word", *rights)
+    url = url_as(server, f"{USER}:p%40ss%20word")
+    store = ValkeyStore(parse_url(url), clock)
+    await store.open(migrate=True)
+    await use_everything(store)
+    await store.close()
+
+    async with await open_engine(url) as engine, await open_engine(url) as waiting:
+        who: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
+        claim = asyncio.create_task(waiting.claim_many("mail", 1, **who, max_wait_ms=20_000))
+        await engine.create_execution(execution_id=engine.new_execution_id("mail"), lane_id="mail", idempotency_key="k")
+        (claimed,) = await claim
+        await waiting.complete(claimed.handle, result=b"done")
+        assert str(await engine.read_execution_state(claimed.execution_id)) == "completed"
+    async with opened(url) as client:
+        for forbidden in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("SET", "other", 1)):
+            with pytest.raises(StoreUnavailable, match="NOPERM"):
+                await client.call("{ff}", *forbidden)
+
+
+def documented_rights() -> list[str]:
+    """Return the rights that docs/valkey.md names."""
+    page = Path(__file__).parents[3].joinpath("docs", "valkey.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("ACL SETUSER")]
+    return line.partition(">secret ")[2].split()
+
+
 async def test_a_url_names_the_database(server: ValkeyServers) -> None:
     own = server.own_database()
     async with opened(server.url(own)) as client, opened(server.url(own)) as same:
@@ -85,7 +123,7 @@ async def test_a_database_that_the_server_does_not_have_is_refused(server: Valke
     assert not caught.value.in_doubt
 
 
-# --- TLS: the server of the wheel has none, so a proxy stands in front of it
+# --- TLS: the server of the wheel has none, so a proxy terminates it; the system's Redis has TLS
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +166,7 @@ async def test_commands_and_large_values_travel_over_tls(
         assert await client.read("tls", "GET", "tls") == value
 
 
-async def test_a_certificate_that_nobody_vouches_for_is_refused(tls_port: Callable[[], int]) -> None:
+async def test_a_certificate_of_an_unknown_authority_is_refused(tls_port: Callable[[], int]) -> None:
     with pytest.raises(StoreUnavailable, match="(?i)certificate verify failed") as caught:
         async with opened(f"valkeys://127.0.0.1:{tls_port()}"):
             pass
@@ -142,3 +180,34 @@ async def test_a_server_without_tls_is_reported(server: ValkeyServers) -> None:
             pass
 
     assert not caught.value.in_doubt
+
+
+if REDIS:  # where it is installed
+
+    @pytest.fixture
+    def tls_node(certificate: Path) -> Iterator[ValkeyNode]:
+        """A server that speaks TLS on another port, and wants a certificate from its clients."""
+        servers = redis(f"tls-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
+        (node,) = servers.nodes
+        node.kill()
+        files = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_cert_file"), str(certificate))
+        node.start(tls_port=str(unused_port()), tls_auth_clients="yes", **files)
+        yield node
+        leave(servers)
+
+    async def test_an_engine_works_over_tls_with_a_certificate_of_its_own(
+        tls_node: ValkeyNode, certificate: Path
+    ) -> None:
+        port = tls_node.execute("CONFIG", "GET", "tls-port")[1]
+        url = f"rediss://127.0.0.1:{port}/0?tls_ca={certificate}&connect_timeout=2"
+        with pytest.raises(StoreUnavailable) as caught:
+            async with await open_engine(url):
+                pass
+        assert not caught.value.in_doubt
+
+        async with await open_engine(f"{url}&tls_cert={certificate}&tls_key={certificate}") as engine:
+            name = engine.new_execution_id()
+            await engine.create_execution(execution_id=name, input_payload=b"x" * (1 << 20))
+            (claimed,) = await engine.claim_many("default", 1, worker_id="w", worker_instance_id="w-1")
+            await engine.complete(claimed.handle, result=b"done")
+            assert str(await engine.read_execution_state(name)) == "completed"

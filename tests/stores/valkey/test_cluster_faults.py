@@ -6,15 +6,23 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from flowfabric.errors import StoreUnavailable
+from flowfabric.model.change import Insert
+from flowfabric.model.event import Topic
+from flowfabric.model.execution import Execution
 from flowfabric.settings import Deadlines
+from flowfabric.stores.queries import Read
 from flowfabric.stores.valkey import ValkeyClient, parse_url
 from flowfabric.stores.valkey.slots import slot_of
+from flowfabric.stores.valkey.store import ValkeyStore
 from tests.processes import wait_for
-from tests.stores.valkey.history import TAGS, WriteHistory
+from tests.stores.sample_rows import change, claim_request, event, execution, payload, queued
+from tests.stores.valkey.client.fake_peer import until
+from tests.stores.valkey.history import TAGS, under_load
 from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, valkey_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(120)]
@@ -57,18 +65,13 @@ async def opened(servers: ValkeyServers, options: str = "") -> AsyncIterator[Val
 
 
 @asynccontextmanager
-async def under_load(client: ValkeyClient) -> AsyncIterator[WriteHistory]:
-    """Write to all partitions; the block ends with writes that were acknowledged after everything it did."""
-    history = WriteHistory(client)
-    async with asyncio.TaskGroup() as group:
-        for tag in TAGS:
-            group.create_task(history.write(tag))
-        try:
-            await history.wait_for_more(20)
-            yield history
-            await history.wait_for_more(20)
-        finally:
-            history.stop()
+async def opened_store(servers: ValkeyServers) -> AsyncIterator[ValkeyStore]:
+    store = ValkeyStore(parse_url(servers.url()), deadlines=DEADLINES)
+    await store.open(migrate=True)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 def primary_of(servers: ValkeyServers, client: ValkeyClient, tag: str) -> ValkeyNode:
@@ -147,6 +150,84 @@ async def test_a_call_to_a_slot_that_is_moved_key_by_key_waits_and_is_executed_o
             node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[0])
 
 
+@pytest.mark.parametrize("moved_key", ["exec_core", "exec_core:line", "payload", "f"])
+async def test_a_commit_and_a_claim_of_a_partition_of_which_one_key_is_moved_change_nothing_until_it_is_whole(
+    servers: ValkeyServers, moved_key: str
+) -> None:
+    async with opened_store(servers) as store:
+        client, name, other = store.client, f"{TAGS[0]}:a", f"{TAGS[0]}:b"
+        await store.commit([change(Insert(queued(name)), Insert(payload(name)), events=[event(name)])])
+        source = primary_of(servers, client, TAGS[0])
+        target = next(node for node in servers.primaries() if node.port != source.port)
+        slot, names = slot_of(TAGS[0]), (source.execute("CLUSTER", "MYID"), target.execute("CLUSTER", "MYID"))
+        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", f"{TAGS[0]}:{moved_key}")
+        source.execute("CONFIG", "RESETSTAT")
+        before = dump(source, slot)
+
+        inserted = change(Insert(queued(other)), Insert(payload(other)), events=[event(other)])
+        commit = asyncio.create_task(store.commit([inserted]))
+        claim = asyncio.create_task(store.claim_rows(claim_request(1)))
+        await wait_until(lambda: refusals(source, "TRYAGAIN") > 4, "both calls to be refused several times")
+        assert not commit.done()
+        assert not claim.done()
+        assert dump(source, slot) == before
+        assert target.execute("CLUSTER", "GETKEYSINSLOT", slot, 100) == [f"{TAGS[0]}:{moved_key}"]
+        while keys := source.execute("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+        for node in (target, source):
+            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+
+        assert await commit != [None]
+        assert len((await claim).rows) == 1
+        assert len((await store.claim_rows(claim_request(5, prefix="again"))).rows) == 1
+        rows = (await store.load([Read(Execution, ())])).rows[0]
+        assert sorted(row.execution_id for row in rows) == [name, other]
+        assert len((await store.feed(Topic.LEASE, 0, 10)).events) == 2  # those of the claims
+        target.execute("DEL", *target.execute("CLUSTER", "GETKEYSINSLOT", slot, 100))
+        for node in (source, target):
+            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[0])
+
+
+def dump(node: ValkeyNode, slot: int) -> dict[str, Any]:
+    """Return what a node has of a slot."""
+    return {key: node.execute("DUMP", key) for key in node.execute("CLUSTER", "GETKEYSINSLOT", slot, 100)}
+
+
+def refusals(node: ValkeyNode, code: str) -> int:
+    """Return how often a node has answered with an error code."""
+    return int(node.info("errorstats").get(f"errorstat_{code}", "count=0").partition("=")[2])
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["redirected", "on another node"])
+async def test_a_notification_follows_every_commit_of_its_batch(servers: ValkeyServers, moved: bool) -> None:
+    async with opened_store(servers) as store, opened_store(servers) as listener:
+        source = primary_of(servers, store.client, TAGS[0])
+        target = next(node for node in servers.primaries() if node.port != source.port)
+        far = TAGS[0] if moved else next(tag for tag in TAGS if primary_of(servers, store.client, tag) is target)
+        near = next(tag for tag in TAGS if primary_of(servers, store.client, tag) is source and tag != far)
+        slot, key, heard = slot_of(far), f"{far}:exec_core", list[bool]()
+        listener.on_notify(lambda topics: heard.append(bool(target.execute("EXISTS", key))))
+        subscription = listener._notifier._subscription
+        assert subscription is not None
+        await until(subscription.ready.is_set)
+        if moved:  # which the store does not know
+            name = target.execute("CLUSTER", "MYID")
+            source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", name)
+            await wait_until(lambda: _serves(target, slot), "the slot to be moved")
+        target.execute("CLIENT", "PAUSE", 1000, "WRITE")  # so the commit there is the last one that is executed
+
+        changes = [change(Insert(execution(f"{tag}:a"))) for tag in ((far,) if moved else (far, near))]
+        assert None not in await store.commit(changes, frozenset({"lane:mail"}))
+
+        await until(lambda: True in heard)
+        if moved:
+            name = source.execute("CLUSTER", "MYID")
+            target.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", name)
+            await wait_until(lambda: _serves(source, slot), "the slot to be back")
+
+
 @pytest.mark.parametrize("options", ["", "wait=1"])
 async def test_the_death_of_a_primary_under_load_ends_with_its_replica_serving(
     servers: ValkeyServers, options: str
@@ -191,7 +272,8 @@ async def test_a_write_that_no_replica_has_is_in_doubt_and_vanishes_with_its_pri
         with pytest.raises(StoreUnavailable, match="an earlier write is not confirmed yet"):
             await client.read(tag, "GET", f"{tag}:note")  # there is no second copy of anything
         await asyncio.to_thread(primary.start)
-        await wait_until(lambda: replica.info("replication")["connected_slaves"] == "1", "the old primary to follow")
+        # It is connected before it has the data; until then it confirms no write.
+        await wait_until(lambda: "state=online" in replica.info("replication").get("slave0", ""), "the old primary")
         assert await client.read(tag, "GET", f"{tag}:note") == b"old"
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.settings import Deadlines
-from flowfabric.stores.valkey import Subscription, ValkeyClient, parse_url
+from flowfabric.stores.valkey import ChannelSubscription, ValkeyClient, parse_url
 from tests.blackhole import black_hole
 from tests.processes import wait_for
-from tests.stores.valkey.fake_peer import until
-from tests.stores.valkey.history import TAGS, WriteHistory
+from tests.stores.valkey.client.fake_peer import until
+from tests.stores.valkey.history import under_load
 from tests.valkey_servers import ValkeyNode, leave, valkey
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -41,24 +41,9 @@ async def opened(port: int, options: str = "") -> AsyncIterator[ValkeyClient]:
         await client.close()
 
 
-@asynccontextmanager
-async def under_load(client: ValkeyClient) -> AsyncIterator[WriteHistory]:
-    """Write to all partitions; the block ends with writes that were acknowledged after everything it did."""
-    history = WriteHistory(client)
-    async with asyncio.TaskGroup() as group:
-        for tag in TAGS:
-            group.create_task(history.write(tag))
-        try:
-            await history.wait_for_more(50)
-            yield history
-            await history.wait_for_more(50)
-        finally:
-            history.stop()
-
-
 async def test_acknowledged_writes_survive_the_death_of_the_server(node: ValkeyNode) -> None:
     async with opened(node.port) as client:
-        async with under_load(client) as history:
+        async with under_load(client, 50) as history:
             await asyncio.to_thread(node.kill)
             await asyncio.to_thread(node.start)
 
@@ -69,7 +54,7 @@ async def test_acknowledged_writes_survive_a_death_during_a_rewrite_of_the_appen
     async with opened(node.port) as client:
         filler = "x" * 20_000
         await asyncio.gather(*[client.call("a", "SET", f"a:{number}", filler) for number in range(2000)])
-        async with under_load(client) as history:
+        async with under_load(client, 50) as history:
             node.execute("BGREWRITEAOF")
             await history.wait_for_more(20)
             await asyncio.to_thread(node.kill)
@@ -84,7 +69,7 @@ async def test_acknowledged_writes_survive_a_death_during_a_rewrite_of_the_appen
         assert await history.survivors() >= history.acknowledged
 
 
-async def test_a_full_memory_refuses_writes_without_doubt_and_reads_go_on(node: ValkeyNode) -> None:
+async def test_a_full_memory_refuses_writes_with_a_known_outcome_and_reads_continue(node: ValkeyNode) -> None:
     async with opened(node.port) as client:
         await client.call("a", "SET", "a", 1)
         node.execute("CONFIG", "SET", "maxmemory", 1)
@@ -137,7 +122,7 @@ async def test_a_subscription_in_a_black_hole_is_renewed_and_reported(node: Valk
     heard: list[bytes] = []
     reconnects: list[None] = []
     async with black_hole("127.0.0.1", node.port) as hole, opened(hole.port) as client:
-        subscription = Subscription(
+        subscription = ChannelSubscription(
             "wake",
             on_message=lambda channel, payload: heard.append(payload),
             on_reconnect=lambda: reconnects.append(None),

@@ -28,7 +28,7 @@ class Peer(msgspec.Struct, frozen=True):
     name: str
     packages: tuple[str, ...]
     durability: str
-    share: float = 1.0  # of the jobs: a slow peer needs fewer for a stable rate
+    share: float = 1.0  # share of the jobs; a slow peer needs fewer for a stable rate
 
     @property
     def version(self) -> str:
@@ -77,5 +77,11 @@ PGQUEUER = Peer(
     "pgqueuer",
     ("pgqueuer[asyncpg]==1.6.0", "uvloop==0.23.0"),
     "Postgres commit; finished jobs are buffered and flushed late; no result kept, no fence",
+)
+DRAMATIQ = Peer(
+    "dramatiq",
+    ("dramatiq[redis]==2.2.1", "hiredis==3.5.0"),
+    "an append-only file written every second; acknowledged after the job; results kept, no fence",
+    share=0.5,
 )
 HUEY = Peer("huey", ("huey==3.5.4",), "SQLite with fsync; taking a job deletes it, so a crash loses it", share=0.25)

@@ -18,16 +18,17 @@ from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.quota import QuotaPolicy, QuotaRequest
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.scheduling.worker import RegisteredWorker
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
-from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.limits import admission as admission_rules
 from flowfabric.rules.limits import owner as owner_rules
 from flowfabric.rules.limits import quota
 from flowfabric.rules.limits.admission import AdmissionRefusal, KnownLimits
 from flowfabric.rules.limits.capacity import Capacity
+from flowfabric.stores.queries import Read
 
 
 class AdmissionContext(msgspec.Struct):
@@ -91,7 +92,9 @@ class AdmissionControl:
         Nothing is admitted: a request without a claim would use up the rate of its window.
         """
         await self._load_limits(rows, seen)  # budgets come first here, too
-        now, states = await self.aggregates.quotas.load(sorted(seen.full_policies)) if seen.full_policies else (0, {})
+        full = sorted(seen.full_policies)
+        slots = {policy: [Read(QuotaSlot, (*policy, row.execution_id)) for row in rows] for policy in full}
+        now, states = await self.aggregates.quotas.load(full, slots) if full else (0, {})
         refused: list[tuple[Execution, AdmissionRefusal]] = []
         for row in rows:
             call_id, chance = self.runtime.minter.change_id(), self.runtime.random()
@@ -169,7 +172,7 @@ class AdmissionControl:
             self.runtime.metrics.count("ff_quota_hit", reason=refusal.hit)
             seen.full_policies.add(refusal.limit)
         if refusal.wait_ms is not None:
-            self.unblocker.schedule_quota_unblock(refusal.limit.id, refusal.wait_ms, namespace=refusal.limit.namespace)
+            self.unblocker.schedule_quota_unblock(refusal.limit, refusal.wait_ms)
         if await self.unblocker.block_row(row, refusal.reason, refusal.detail, str(refusal.limit)):
             policies = seen.limits.policies_of(row)
             seen.limits_to_recheck.add((refusal.reason, refusal.limit))
@@ -181,25 +184,30 @@ class AdmissionControl:
             await self.unblocker.unblock_waiters(reason, limit)
         seen.limits_to_recheck.clear()
 
-    async def clean_up_lost_race(self, row: Execution) -> None:
-        """Clean up after another call claimed this row first.
+    async def clean_up_lost_claim(self, admitted: AdmittedExecution) -> None:
+        """Clean up after an admitted row could not be claimed, because another call claimed or blocked it first.
 
         Calls take over slots from each other, so a slot may be left that neither call releases. It is released if the
-        execution has ended. If it was blocked meanwhile, it is unblocked and keeps the slot.
+        execution has ended. A row that still waits keeps its slot, so that its request in the window is not lost; if
+        another call blocked it meanwhile, it is unblocked.
         """
+        row = admitted.row
         policy_ids = decode_terms(row.terms).quota_policy_ids
         if not policy_ids:
             return
         reads = ReadSet()
         current = reads.one(Execution, row.execution_id)
         found = current((await self.runtime.load(reads)).rows)
+        policies = owner_rules.candidates(row.namespace, policy_ids)
         if quota.is_life_over(row, found):
-            for policy in owner_rules.candidates(row.namespace, policy_ids):
+            for policy in policies:
                 await self.quota_slots.release(policy, row.execution_id, life=row.replay_count)
-        elif found is not None and quota.is_blocked_by_quota(row, found):
+        elif found is None or not quota.keeps_admission(row, found):
+            await self.release_slots(admitted)
+        elif quota.is_blocked_by_quota(row, found):
             await self.unblocker.unblock_rows([found], Capacity())  # it may be far from the head of its list
-            for policy in owner_rules.candidates(row.namespace, policy_ids):
-                await self.unblocker.unblock_quota_waiters(policy.id, namespace=policy.namespace)
+            for policy in policies:
+                await self.unblocker.unblock_quota_waiters(policy)
 
     async def release_slots(self, admitted: AdmittedExecution) -> None:
         """Release exactly the admissions that this call acquired."""

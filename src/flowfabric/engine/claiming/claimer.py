@@ -42,7 +42,7 @@ from flowfabric.rules.scheduling import capabilities, fairness
 
 MAX_CLAIM_LIMIT = 10_000  # executions that one claim may ask for
 MAX_TRIES = 2  # of one claim for a row: a refused row may be unblocked meanwhile, and its turn is not used up
-MAX_ROUNDS = 8  # of one claim in which blocked work goes first
+MAX_ROUNDS = 8  # rounds of one claim in which blocked work has its turn
 CHEAP_SCAN_S = 0.01  # a claim by namespace that takes longer and finds nothing delays the next one
 PAUSE_FACTOR, MAX_PAUSE_S = 10, 1.0  # the delay, in durations of that claim
 
@@ -181,7 +181,7 @@ class Claimer:
     async def _next_turn(
         self, order: ClaimOrder, rows: Sequence[Execution], cut: Set[str], wanted: int, *, yields: bool
     ) -> Turn | None:
-        """Return which of these rows to claim now; None if blocked work went first and they have to be read again."""
+        """Return which of these rows to claim now; None if blocked work had its turn, so they have to be read again."""
         blocked = self.turns.competitors(order, [row for row in rows if is_eligible(row)]) if order.admission else {}
         cut = cut | {fairness.fairness_key_of(one.row) for one in blocked.values()}
         for row in rows:

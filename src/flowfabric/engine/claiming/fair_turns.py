@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.limits import blocked_keys, unblock_order
 from flowfabric.rules.scheduling import fairness

@@ -25,6 +25,8 @@ from flowfabric.stores.queries import Scan, Where
 # A global is found faster than a member of an enum; this runs for every claimed row.
 _FRESH, _INITIAL, _RECLAIM = HandleKind.FRESH, AttemptType.INITIAL, AttemptType.RECLAIM
 
+# The pauses of a claim that finds only work locked by concurrent transactions; most of these end within milliseconds.
+PAUSES_S = (0.005, 0.01, 0.02, 0.04)
 MIN_PREMINTED_IDS = 16  # lease ids of a request that are worth minting beforehand
 
 
@@ -64,8 +66,12 @@ class FastClaims:
                 self.late_claims.watch(pending, claimed)
 
     async def _send_until_known(self, request: ClaimRequest, unknown: list[ClaimRequest]) -> list[answers.Claimed]:
-        """Send a claim, with new lease ids after each failure; add requests with unknown outcome to `unknown`."""
-        pause = StoreBackoff()
+        """Send a claim, with new lease ids after each failure; add requests with unknown outcome to `unknown`.
+
+        A transaction that locks a row without claiming it, as a message to a run does, wakes nobody when it ends. So a
+        claim that finds only locked rows is sent again a few times.
+        """
+        pause, pauses_s = StoreBackoff(), iter(PAUSES_S)
         while True:
             count = len(request.lease_ids)
             if self._found_enough and count >= MIN_PREMINTED_IDS:  # mint for the next claim while the store is busy
@@ -84,6 +90,9 @@ class FastClaims:
                 request = self.with_new_lease_ids(request)
                 continue
             self.runtime.estimate.update(claimed.now)
+            if claimed.has_locked and (pause_s := next(pauses_s, None)) is not None:
+                await asyncio.sleep(pause_s)
+                continue
             if unknown and not claimed.rows:  # an earlier request may have been executed after the search for it
                 return await self.find_claimed(unknown)
             return self.accept_claimed(request, claimed.rows)
@@ -112,7 +121,8 @@ class FastClaims:
         if rows:
             self.runtime.notify((FEED_TOPIC,), at_once=False)  # completions may follow soon, and are emitted, too
             self.runtime.wake_sweeps_for([row for row, _ in rows])
-            self.runtime.track_lease_expiry(rows[0][0].lane_id, rows[0][0].lease_expires_at or 0)
+            first, _ = rows[0]
+            self.runtime.track_lease_expiry(first.lane_id, first.lease_expires_at or 0)
         return [self._claimed_by_store(row, payload, request.lease_ttl_ms) for row, payload in rows]
 
     def _next_lease_ids(self, count: int) -> tuple[LeaseIds, ...]:
@@ -172,4 +182,5 @@ class FastClaims:
             Handle.mint(self.runtime.store.tag, kind, fields),
             payload,
             row.namespace,
+            row.life or 0,
         )

@@ -89,8 +89,7 @@ class GuardedClaims:
         # of this execution finds it admitted.
         claimed = await self._claim_row(admitted.row, order)
         if claimed is None:
-            await self.admission.release_slots(admitted)
-            await self.admission.clean_up_lost_race(admitted.row)
+            await self.admission.clean_up_lost_claim(admitted)
         return claimed
 
     async def _claim_row(self, row: Execution, order: ClaimOrder) -> answers.Claimed | None:
@@ -147,6 +146,7 @@ class GuardedClaims:
             Handle.mint(self.runtime.store.tag, kind, fields),
             payload,
             namespace,
+            acquired.life,
         )
 
     def _holder(self, order: ClaimOrder) -> LeaseHolder:

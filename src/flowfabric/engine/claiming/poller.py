@@ -22,6 +22,7 @@ from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.rules import validation
 
+LARGE_CLAIM = 16  # executions from which on the work of the store is worth overlapping with that of the handlers
 YIELD_TURNS = 2  # turns of the event loop in which a worker hands its completions to the commit queue
 
 
@@ -41,6 +42,15 @@ class LanePoller:
         self.claim_on_commit = claim_on_commit
         self._orders = orders
         self._drained: dict[str, DrainedLane] = {}
+        self._found_many = False  # the last claim was large and got all it asked for
+
+    def max_claim(self, slots: int) -> int:
+        """Return how many executions a worker of so many slots should claim at once, at most.
+
+        On some stores this is half of them: while the handlers of one half run, the store claims the other one.
+        """
+        size = -(-slots // self.runtime.store.claim_parts)
+        return size if size >= LARGE_CLAIM else slots
 
     async def claim(
         self, limit: int, *, max_wait_ms: int = 0, go_on: Callable[[], bool] = lambda: True
@@ -55,7 +65,7 @@ class LanePoller:
         until = clock() + max_wait_ms / 1000
         while True:
             orders: Sequence[ClaimOrder] = self._orders_to_claim(clock())
-            unblocks = self.runtime.store.executes_in_order or self.runtime.may_unblock_others()
+            unblocks = self._follows_own_commits()
             pending = self._register_pending_claim(orders, limit) if unblocks else None
             drained = None if pending is None or not orders else self._subscribe(orders[0].lane_id)
             try:
@@ -76,6 +86,7 @@ class LanePoller:
                     return []
                 orders = self._orders_to_claim(clock()) or self._orders  # without a wakeup, all of them
             claimed = await self._claim_lanes(orders, limit)
+            self._found_many = len(claimed) == limit >= LARGE_CLAIM
             if claimed or until <= clock() or not go_on():
                 return claimed
 
@@ -83,6 +94,17 @@ class LanePoller:
         """Cancel the subscriptions."""
         for lane in self._drained.values():
             lane.wakeup.cancel()
+
+    def _follows_own_commits(self) -> bool:
+        """True if the next claim should be sent after the completions of this process, which may enqueue work for it.
+
+        It always is if the store executes in order, because both are one commit there. Only in a lane with a backlog it
+        goes first where a worker claims in parts: the store executes it while the handlers of the other part run.
+        """
+        store = self.runtime.store
+        if store.executes_in_order and not (store.claim_parts > 1 and self._found_many):
+            return True
+        return self.runtime.may_unblock_others()
 
     def _register_pending_claim(self, orders: Sequence[ClaimOrder], limit: int) -> PendingClaim | None:
         """Attach a claim to the next commit; not where several lanes may have work, which take turns."""
@@ -93,9 +115,8 @@ class LanePoller:
     async def _yield_to_own_commits(self, orders: Sequence[ClaimOrder], *, unblocks: bool) -> None:
         """Let completions of this process be committed before the claim, which then finds the work that they unblock.
 
-        A store that executes in order only needs to receive the claim after them, and both share one commit. On other
-        stores, if no completion of this process unblocks work, the claim goes first: the server is busy with it while
-        this process encodes the completions.
+        A store that executes in order only needs to receive the claim after them, and both share one commit. Without
+        `unblocks` the claim goes first: the server is busy with it while this process encodes the completions.
         """
         if unblocks:
             for _ in range(YIELD_TURNS):

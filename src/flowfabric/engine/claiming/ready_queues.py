@@ -32,9 +32,9 @@ LOOKAHEAD_ROWS = 10
 EXPIRED_LEASES_BATCH = 100
 ELIGIBLE = (Where("eligibility_state", "=", EligibilityState.ELIGIBLE_NOW),)
 QUEUE_ORDER = ("rank", "execution_id")
-MAX_QUEUES_PER_CLAIM = 64  # that one round trip claims from
-MAX_KEYS_PER_CLAIM = 8  # that are claimed from separately: each costs a round trip
-MAX_COMPARED_QUEUES = 1024  # whose heads are compared, and how many rows are read of all of them
+MAX_QUEUES_PER_CLAIM = 64  # queues that one round trip claims from
+MAX_KEYS_PER_CLAIM = 8  # fairness keys that are claimed from separately: each costs a round trip
+MAX_COMPARED_QUEUES = 1024  # queues whose heads are compared; as many rows are read of all of them
 
 
 class ReadyQueues:

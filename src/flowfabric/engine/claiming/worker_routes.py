@@ -9,8 +9,8 @@ from flowfabric.engine.limits.unblocker import PAGE_SIZE, Unblocker
 from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.execution import Execution
+from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import BlockingReason
-from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.scheduling import capabilities as capability_rules
 from flowfabric.rules.scheduling import queue as queue_rules
 from flowfabric.rules.scheduling import workers

@@ -18,8 +18,9 @@ from flowfabric import errors
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.commit_queue import CommitResult
-from flowfabric.engine.runtime.read_set import One, ReadSet
+from flowfabric.engine.runtime.read_set import One, ReadSet, load_each, load_many
 from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.event_loop import finish_tasks, start_task
 from flowfabric.model.answers.flow import MemberCancelResult, SiblingDrain
 from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
@@ -34,8 +35,8 @@ from flowfabric.rules.flow import successors
 logger = logging.getLogger("flowfabric.flows")
 
 BACKGROUND_GRACE_S = 15.0  # how long closing waits for cancels in the background
-MAX_BATCH_CANCELS = 250  # in one commit; while one is in flight, the next one is decided
-MIN_UNLOADED_CANCELS = 50  # of fewer siblings most are running when their join fires, so the attempt would fail
+MAX_BATCH_CANCELS = 250  # a commit has at most these; while one is in flight, the next one is decided
+MIN_UNLOADED_CANCELS = 50  # most of fewer siblings run already when their join fires, so the attempt would fail
 
 T = TypeVar("T")
 Dispositions = dict[str, MemberCancelResult | errors.FabricError]
@@ -217,10 +218,8 @@ class BulkCanceller:
 
     async def resolve_unrecorded_outcomes(self, child: Downstream) -> None:
         """Resolve completed edges of this group whose outcome was not recorded before the canceller died."""
-        reads = ReadSet()
-        inbound = reads.many(Dependency, child.execution_id)
-        rows = (await self.runtime.load(reads)).rows
-        edges = [edge for edge in inbound(rows) if flow_cancel.has_no_outcome(edge)]
+        inbound = await load_many(self.runtime, Dependency, child.execution_id)
+        edges = [edge for edge in inbound if flow_cancel.has_no_outcome(edge)]
         upstreams = await load_readable(self.runtime, sorted({edge.upstream_execution_id for edge in edges}))
         await self._resolve(
             CompletedEdge(
@@ -266,36 +265,26 @@ class BulkCanceller:
                 if failed:
                     logger.warning("the cancel of %s was left to the reconciler", pluralize(len(failed), "member"))
 
-        task = asyncio.create_task(run())
+        task = start_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def close(self, grace_s: float = BACKGROUND_GRACE_S) -> int:
         """Wait for cancels in the background; return how many were stopped, which the reconciler finishes."""
-        if not self._background:
-            return 0
-        _, late = await asyncio.wait(self._background, timeout=grace_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-        return len(late)
+        return await finish_tasks([*self._background], grace_s)
 
 
 async def load_readable(runtime: Runtime, execution_ids: Sequence[str]) -> dict[str, Execution | None]:
     """Return these executions, None for one that does not exist; an unreadable one is logged and left out."""
-    if not execution_ids:
-        return {}
-    reads = ReadSet()
-    rows = reads.each(Execution, [(execution_id,) for execution_id in execution_ids])
     try:
-        loaded = await runtime.load(reads)
+        rows = await load_each(runtime, Execution, ((execution_id,) for execution_id in execution_ids))
     except errors.Corruption as fault:
         if len(execution_ids) == 1:
-            logger.error("%s is passed over: %s", execution_ids[0], fault)
+            logger.error("%s is skipped: %s", execution_ids[0], fault)
             return {}
         half = len(execution_ids) // 2  # until the unreadable row is alone
         return await load_readable(runtime, execution_ids[:half]) | await load_readable(runtime, execution_ids[half:])
-    return dict(zip(execution_ids, rows(loaded.rows), strict=True))
+    return dict(zip(execution_ids, rows, strict=True))
 
 
 def _batches(items: Sequence[T]) -> list[Sequence[T]]:

@@ -23,9 +23,10 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.flows.bulk_cancel import load_readable
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
-from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.read_set import One, ReadSet
+from flowfabric.engine.runtime.after_commit import Rows, first_row
+from flowfabric.engine.runtime.read_set import One, ReadSet, load_one
 from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.event_loop import finish_tasks, start_task
 from flowfabric.model.change import Change, Insert, Patch, Upsert, Write, outcome_of
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, Edge, EdgeGroup, PendingSiblingCancel
@@ -42,8 +43,8 @@ logger = logging.getLogger("flowfabric.dispatch")
 
 CONCURRENT_ROUNDS = 4
 MAX_EDGES_PER_ROUND = 1000
-MAX_EDGES_PER_STEP = 500  # of a dispatch row, resolved in one change
-MAX_CASCADE_DEPTH = 50  # in one call
+MAX_EDGES_PER_STEP = 250  # a change resolves at most these of one dispatch row
+MAX_CASCADE_DEPTH = 50  # one call follows a cascade of completions this deep
 PAGE_SIZE = 1000
 
 
@@ -99,16 +100,10 @@ class CompletionDispatcher:
     async def close(self, grace_s: float = 15.0) -> int:
         """Start nothing more and wait for what is running; return how many tasks were stopped after the grace."""
         self._enabled = False
-        if not self._tasks:
-            return 0
-        _, late = await asyncio.wait(self._tasks, timeout=grace_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-        return len(late)
+        return await finish_tasks([*self._tasks], grace_s)
 
     def _start(self, work: Callable[[], Awaitable[object]]) -> None:
-        task = asyncio.create_task(self._safely(work))
+        task = start_task(self._safely(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -227,10 +222,8 @@ class CompletionDispatcher:
 
     async def _load_dependency(self, edge: Edge) -> Dependency | None:
         """Return the edge's dependency; None if it is unreadable, too."""
-        reads = ReadSet()
-        dependency = reads.one(Dependency, edge.downstream_execution_id, edge.edge_id)
         try:
-            return dependency((await self.runtime.load(reads)).rows)
+            return await load_one(self.runtime, Dependency, edge.downstream_execution_id, edge.edge_id)
         except errors.Corruption:
             return None
 
@@ -267,7 +260,8 @@ class CompletionDispatcher:
             if successor.passes_result:
                 payloads[execution_id] = reads.one(Payload, execution_id)
         rows = (await self.runtime.load(reads)).rows
-        results = [write.row for write in change.writes if type(write) is Insert and type(write.row) is Result]
+        inserted = [write.row for write in change.writes if type(write) is Insert]
+        results = [row for row in inserted if type(row) is Result and not row.is_failure]
         releases: list[tuple[Successor, Change]] = []
         for successor in sole:
             execution_id = successor.execution_id
@@ -368,13 +362,13 @@ def _readable_edges(found: Sequence[Edge | UnreadableRow]) -> list[Edge]:
     """Leave out the edges that cannot be read, and log each of them."""
     for edge in found:
         if isinstance(edge, UnreadableRow):
-            logger.error("edge %s cannot be read and is passed over: %s", _edge_id(edge), edge.error)
+            logger.error("edge %s cannot be read and is skipped: %s", _edge_id(edge), edge.error)
     return [edge for edge in found if not isinstance(edge, UnreadableRow)]
 
 
 def _flow_of(change: Change, rows: Rows) -> str | None:
     """Return the flow of the execution that a change completes."""
-    flow_id: str | None = change.events[0].flow_id if change.template is None else rows[0][0].flow_id
+    flow_id: str | None = change.events[0].flow_id if change.template is None else first_row(rows).flow_id
     return flow_id
 
 

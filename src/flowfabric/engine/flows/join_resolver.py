@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.read_set import Each, Many, One, ReadSet
+from flowfabric.engine.runtime.after_commit import Rows, first_row
+from flowfabric.engine.runtime.read_set import Each, Many, One, ReadSet, load_each
 from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
 from flowfabric.model.change import Change, merge_changes
 from flowfabric.model.execution import Execution, Payload, Result
@@ -72,7 +72,7 @@ class _Join(msgspec.Struct):
     group: EdgeGroup | None
     row: Execution | None
     counts: JoinCounts
-    edges: tuple[str, ...]  # in the order of the verdicts
+    edges: tuple[str, ...]  # each belongs to the verdict at its place
     context: JoinContext = JoinContext()
     other_rows: list[Any] = []  # its dependencies and completed upstreams, if they were loaded
 
@@ -85,7 +85,7 @@ class JoinResolver:
 
     async def load_join_group(self, rows: Rows) -> Rows:
         """Load the join group of a loaded execution, to be decided together with it."""
-        row: Execution | None = rows[0][0] if rows[0] else None
+        row: Execution | None = first_row(rows)
         if row is None or row.flow_id is None:
             return [[]]
         reads = ReadSet()
@@ -233,12 +233,9 @@ class JoinResolver:
         """Find the running siblings by their edges; load the completed upstreams, which may have been replayed."""
         recorded = [outcome.dependency for join in cancelling for outcome in join.counts.counted]
         recorded += [edge for edges in inbound for edge in edges if edge.outcome is not None]
-        upstreams: dict[str, Execution] = {}
-        if completed := sorted({edge.upstream_execution_id for edge in recorded}):
-            reads = ReadSet()
-            found = reads.each(Execution, [(execution_id,) for execution_id in completed])
-            rows = (await self.runtime.load(reads)).rows
-            upstreams = {row.execution_id: row for row in found(rows) if row is not None}
+        completed = sorted({edge.upstream_execution_id for edge in recorded})
+        rows = await load_each(self.runtime, Execution, ((execution_id,) for execution_id in completed))
+        upstreams = {row.execution_id: row for row in rows if row is not None}
         for join, edges in zip(cancelling, inbound, strict=True):
             running = joins.running_siblings(edges, join.counts, upstreams)
             join.context = msgspec.structs.replace(join.context, siblings=running)
@@ -264,7 +261,7 @@ class JoinResolver:
             left = []
             for (join, edges), (payload_of, result_of) in zip(unresolved, accessors, strict=True):
                 payload, result = payload_of(rows), result_of(rows)
-                if payload is not None and result is not None:
+                if payload is not None and result is not None and not result.is_failure:
                     join.context = msgspec.structs.replace(join.context, passed_result=(payload, result))
                 elif edges:
                     left.append((join, edges))

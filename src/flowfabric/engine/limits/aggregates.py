@@ -1,4 +1,4 @@
-"""Budgets and quota policies as aggregates: all rows of one are loaded and decided on together."""
+"""Budgets and quota policies as aggregates: the rows that a decision needs are loaded and decided on together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import msgspec
 from flowfabric import ids
 from flowfabric.engine.runtime.root_queue import AggregateRepository
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, UsageKey
+from flowfabric.model.answers.limits import QuotaLimits
 from flowfabric.model.change import Change, Upsert
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.limits.budget import Budget, BudgetDimension, BudgetReservation, UsageKey
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.rules.limits import budget as budget_rules
-from flowfabric.rules.limits import quota
+from flowfabric.rules.limits import quota, reservation
 from flowfabric.rules.limits.budget import BudgetState
 from flowfabric.rules.limits.quota import QuotaState
-from flowfabric.stores.queries import Read
+from flowfabric.stores.queries import Read, Scan, Where
 
 COMMIT_MARKER_TTL_MS = 2 * 60 * 1000  # how long a change of a budget can be found after its reply was lost
 
@@ -31,7 +32,13 @@ class BudgetAdapter:
         self._partitions = partitions
 
     def reads(self, key: NamespacedId) -> tuple[Read, ...]:
-        return Read(Budget, key), Read(BudgetDimension, key), Read(BudgetReservation, key)
+        return Read(Budget, key), Read(BudgetDimension, key)
+
+    def further_reads(self, state: BudgetState, now: int) -> tuple[Read, ...]:
+        return (Read(BudgetReservation, state.key),) if reservation.may_have_expired(state, now) else ()
+
+    def display_scan(self, state: BudgetState, now: int) -> Scan | None:
+        return None
 
     def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> BudgetState:
         partition = ids.budget_partition(ids.BudgetId(key.id), self._partitions)
@@ -61,7 +68,17 @@ class QuotaAdapter:
         self._partitions = partitions
 
     def reads(self, key: NamespacedId) -> tuple[Read, ...]:
-        return Read(QuotaPolicy, key), Read(QuotaSlot, key), Read(QuotaRequest, key)
+        return (Read(QuotaPolicy, key),)
+
+    def further_reads(self, state: QuotaState, now: int) -> tuple[Read, ...]:
+        return ()
+
+    def display_scan(self, state: QuotaState, now: int) -> Scan | None:
+        limits = quota.limits_of(state.root)
+        if not isinstance(limits, QuotaLimits) or not limits.max_requests_per_window:
+            return None
+        start = now - quota.window_ms(limits)
+        return window_scan(state.key, quota.DEFAULT_DIMENSION, start, limits.max_requests_per_window)
 
     def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> QuotaState:
         partition = ids.quota_partition(ids.QuotaPolicyId(key.id), self._partitions)
@@ -94,6 +111,17 @@ class LimitAggregates:
     def quotas(self) -> AggregateRepository[QuotaState]:
         """The quota policies that this process decides on."""
         return AggregateRepository(self.runtime, QuotaAdapter(self.runtime.partitions))
+
+
+def window_scan(policy: NamespacedId, dimension: str, start: int, rate_limit: int) -> Scan:
+    """Return the scan for the requests of a window, oldest first, as many as the limit allows."""
+    where = (
+        Where("quota_policy_id", "=", policy.id),
+        Where("namespace", "=", policy.namespace),
+        Where("dimension", "=", dimension),
+        Where("admitted_at", ">", start),
+    )
+    return Scan(QuotaRequest, where, ("admitted_at", "execution_id"), limit=rate_limit)
 
 
 def _marker(change_id: int) -> str:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 from flowfabric.engine.limits.aggregates import LimitAggregates
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_each
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Execution
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules.limits import budget_suspension
 from flowfabric.rules.limits.budget import BudgetNeed
@@ -54,13 +54,8 @@ class BudgetSuspender:
 
     async def resume_budget_suspended(self, rows: Sequence[Execution]) -> int:
         """Resume those of the suspended executions whose need fits now; return how many."""
-        reads = ReadSet()
-        suspensions = reads.each(Suspension, ((row.execution_id,) for row in rows))
-        loaded = await self.runtime.load(reads)
-        needs = [
-            suspend_rules.budget_needs(row, suspension)
-            for row, suspension in zip(rows, suspensions(loaded.rows), strict=True)
-        ]
+        suspensions = await load_each(self.runtime, Suspension, ((row.execution_id,) for row in rows))
+        needs = [suspend_rules.budget_needs(row, suspension) for row, suspension in zip(rows, suspensions, strict=True)]
         _, budgets = await self.aggregates.budgets.load(sorted({need.budget for own in needs for need in own}))
         fitting = budget_suspension.needs_with_capacity(needs, budgets)
         return sum(

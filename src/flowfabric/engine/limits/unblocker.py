@@ -18,17 +18,20 @@ from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import FairTurns
 from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.root_queue import Decide
 from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.event_loop import start_task
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId, parse_namespaced_id
+from flowfabric.model.limits.quota import QuotaSlot
+from flowfabric.model.security.owned_id import NamespacedId, parse_namespaced_id
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution import operator
 from flowfabric.rules.limits import quota, unblock_order
 from flowfabric.rules.limits.budget import BudgetState
 from flowfabric.rules.limits.capacity import Capacity
 from flowfabric.rules.scheduling import queue
-from flowfabric.stores.queries import Read, Scan, Where
+from flowfabric.stores.queries import Scan, Where
 
 logger = logging.getLogger("flowfabric.limits")
 A = TypeVar("A")
@@ -36,6 +39,7 @@ A = TypeVar("A")
 PAGE_SIZE = 100
 MAX_PAGES = 20
 MAX_LISTS = 1024  # fairness keys whose first rows are compared in one read
+MAX_CHECKED_SLOTS = 20  # so many waiting rows are checked for a slot of a full policy; the sweep checks all
 MAX_RECHECK_MS = 1000
 LEFT_TO_SWEEP = "executions that wait for %s are left to the sweep: %s"
 QUEUE_ORDER = ("rank", "execution_id")
@@ -61,17 +65,22 @@ class Unblocker:
 
     async def unblock_rows(self, rows: Sequence[Execution], capacity: Capacity) -> int:
         """Unblock those of the rows whose limits have capacity; return how many."""
-        await self._load_limits(rows, capacity)
+        await self._load_limits(rows, capacity, max_slots=len(rows))
         return await self._unblock_each([row for row in rows if capacity.admits(row)])
 
-    async def _load_limits(self, rows: Sequence[Execution], capacity: Capacity) -> None:
-        """Add the limits of these rows."""
+    async def _load_limits(self, rows: Sequence[Execution], capacity: Capacity, *, max_slots: int) -> None:
+        """Add the limits of these rows, and slots of the first rows if their policies are full."""
         if missing := capacity.missing_budgets(rows):
             _, budgets = await self.aggregates.budgets.load(missing)
             capacity.add_budgets(budgets)
         if missing := capacity.missing_policies(rows):
             now, policies = await self.aggregates.quotas.load(missing)
             capacity.add_policies(policies, now)
+        if slots := capacity.slots_to_check(rows[:max_slots]):
+            reads = ReadSet()
+            found = reads.each(QuotaSlot, ((*policy, execution_id) for policy, execution_id in slots))
+            loaded = await self.runtime.load(reads)
+            capacity.add_slots((slot for slot in found(loaded.rows) if slot is not None), loaded.now)
 
     async def _unblock_each(self, rows: Sequence[Execution]) -> int:
         return sum(await asyncio.gather(*(self.unblock_row(row.execution_id, row.blocking_reason) for row in rows)))
@@ -120,21 +129,19 @@ class Unblocker:
             return True
         return some_wait
 
-    async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+    async def unblock_budget_waiters(self, budget: NamespacedId) -> bool:
         """Unblock executions that this budget has capacity for; True if some still wait."""
-        return await self.unblock_waiters(BlockingReason.WAITING_FOR_BUDGET, NamespacedId(namespace, budget_id))
+        return await self.unblock_waiters(BlockingReason.WAITING_FOR_BUDGET, budget)
 
-    async def change_budget(
-        self, budget: NamespacedId, decide: Decide[BudgetState, A], reads: tuple[Read, ...] = ()
-    ) -> A:
+    async def change_budget(self, budget: NamespacedId, decide: Decide[BudgetState, A]) -> A:
         """Decide on a budget and commit, then unblock the executions that it has capacity for."""
-        answer = await self.aggregates.budgets.decide_and_commit(budget, decide, reads)
-        await self.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+        answer = await self.aggregates.budgets.decide_and_commit(budget, decide)
+        await self.unblock_budget_waiters(budget)
         return answer
 
-    async def unblock_quota_waiters(self, quota_policy_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
+    async def unblock_quota_waiters(self, policy: NamespacedId) -> bool:
         """Unblock executions that this policy has capacity for; True if some still wait."""
-        return await self.unblock_waiters(BlockingReason.WAITING_FOR_QUOTA, NamespacedId(namespace, quota_policy_id))
+        return await self.unblock_waiters(BlockingReason.WAITING_FOR_QUOTA, policy)
 
     async def unblock_redefined(self, own: NamespacedId, reason: BlockingReason) -> None:
         """Unblock executions of a namespace that waited for the shared limit, now that it has its own of that id.
@@ -171,7 +178,7 @@ class Unblocker:
             self.turns.note_lists(reason, limit, rows, whole=prefix not in self._last_lists)
             if not rows:
                 return some_wait
-            await self._load_limits(rows, capacity)
+            await self._load_limits(rows, capacity, max_slots=MAX_CHECKED_SLOTS)
             now, turns = self.runtime.estimate.now(), self.turns.unblock_turns(prefix, rows)
             cut = _truncated_lists(keyed, depth) | _truncated_lists(unkeyed, PAGE_SIZE)
             order = unblock_order.unblock_order(rows, turns, now, truncated=cut)
@@ -196,7 +203,7 @@ class Unblocker:
     async def _first_of_keys(self, limit: NamespacedId, reason: BlockingReason, depth: int) -> list[Execution]:
         """Return the first rows of each fairness key that waits for a limit.
 
-        At most `MAX_LISTS` keys are read; the next call goes on after them.
+        At most `MAX_LISTS` keys are read; the next call continues after them.
         """
         prefix = queue.fair_list_prefix(reason, limit)
         has_prefix = Where("blocked_on", "starts", prefix)
@@ -228,9 +235,8 @@ class Unblocker:
             rows = await self._scan(Scan(Execution, where, QUEUE_ORDER, after, PAGE_SIZE))
         return True
 
-    def schedule_quota_unblock(self, quota_policy_id: str, wait_ms: int, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+    def schedule_quota_unblock(self, policy: NamespacedId, wait_ms: int) -> None:
         """Unblock waiting executions when the window of a policy opens. Each policy has one timer, the earliest."""
-        policy = NamespacedId(namespace, quota_policy_id)
         loop = asyncio.get_running_loop()
         at = loop.time() + wait_ms / 1000
         timer = self._timers.get(policy)
@@ -250,12 +256,12 @@ class Unblocker:
 
     def _on_window_open(self, policy: NamespacedId) -> None:
         del self._timers[policy]
-        task = asyncio.create_task(self._recheck(policy))
+        task = start_task(self._recheck(policy))
         self._rechecks.add(task)
         task.add_done_callback(self._rechecks.discard)
 
     async def _recheck(self, policy: NamespacedId) -> None:
-        if not await self.unblock_quota_waiters(policy.id, namespace=policy.namespace):
+        if not await self.unblock_quota_waiters(policy):
             return
         wait_ms = MAX_RECHECK_MS
         try:
@@ -264,8 +270,8 @@ class Unblocker:
             if opens_at is not None:
                 wait_ms = max(1, opens_at - now)
         except errors.FabricError as failed:
-            logger.warning("cannot tell when %s has capacity again: %s", policy, failed)
-        self.schedule_quota_unblock(policy.id, wait_ms, namespace=policy.namespace)
+            logger.warning("cannot compute when %s has capacity again: %s", policy, failed)
+        self.schedule_quota_unblock(policy, wait_ms)
 
 
 def _truncated_lists(rows: Sequence[Execution], depth: int) -> set[str]:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from flowfabric.engine.metrics.registry import Histogram, Labels, Metrics
+from flowfabric.engine.metrics.recorder import Histogram, Labels, Metrics
 from flowfabric.model.change import Change, Insert
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Attempt, Execution

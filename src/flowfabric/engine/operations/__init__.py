@@ -1,1 +1,1 @@
-"""The operations of the engine, in groups; `Engine` combines them."""
+"""The operations of the engine, in groups, which `Engine` combines. A new operation is added to one of them."""

@@ -22,11 +22,12 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine.operations.create import CreateAnswer, create_one, defaults_of
 from flowfabric.engine.runtime.commit_queue import CommitResult
+from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.change import Change
 from flowfabric.rules import validation
-from flowfabric.rules.decision import Decision
+from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.create import (
     CreateExecution,
     CreateTemplate,
@@ -36,6 +37,7 @@ from flowfabric.rules.execution.create import (
 )
 
 MIN_TEMPLATE_BATCH = 100  # smaller batches are not worth it: each template makes the statement longer
+SORTED_BATCHES = 32  # creates are sorted by partition, so that those of a spread lane fill whole batches
 
 
 class BulkTemplate(msgspec.Struct, frozen=True, eq=False):
@@ -136,23 +138,31 @@ class TemplateBatch(msgspec.Struct, frozen=True, eq=False):
 class BulkCreate:
     """One call that creates many executions."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, lanes: LaneSpreads) -> None:
         self._runtime = runtime
+        self._lanes = lanes
         self._answers: list[Any] = []
         self._identities: set[object] = set()  # ids and keys of this call; a create that repeats one is deferred
         self._in_flight: deque[tuple[Sequence[PendingCreate | TemplateBatch], asyncio.Task[list[CommitResult]]]] = (
             deque()
         )
         self._deferred: list[DeferredCreate] = []
-        self._template: BulkTemplate | None = None  # of the last create that was decided alone
+        self._template: BulkTemplate | None = None  # the last create that was decided alone made it
 
     async def create(self, asks: Iterable[CreateExecution]) -> list[CreateAnswer | errors.FabricError]:
         """Create the executions; return an answer or an error for each, in their order."""
-        remaining = iter(asks)
-        while some := list(islice(remaining, self._runtime.store.batch_limit)):
-            batch, on_unknown_lanes = self._decide_batch(some)
-            await self._send(batch)
-            await self._create_on_unknown_lanes(on_unknown_lanes)
+        remaining, limit = iter(asks), self._runtime.store.batch_limit
+        while window := list(islice(remaining, SORTED_BATCHES * limit)):
+            first = len(self._answers)
+            self._answers += [None] * len(window)
+            numbered = sorted(enumerate(window, first), key=_partition_text)
+            for start in range(0, len(numbered), limit):
+                some = numbered[start : start + limit]
+                if any(getattr(ask, "idempotency_key", None) for _, ask in some):
+                    await self._lanes.prepare()
+                batch, on_unknown_lanes = self._decide_batch(some)
+                await self._send(batch)
+                await self._create_on_unknown_lanes(on_unknown_lanes)
         while self._in_flight:
             await self._finish_oldest()
         deferred = sorted(self._deferred, key=lambda pending: pending.answer_index)
@@ -189,15 +199,13 @@ class BulkCreate:
         ]
 
     def _decide_batch(
-        self, asks: Iterable[CreateExecution]
+        self, asks: Iterable[tuple[int, CreateExecution]]
     ) -> tuple[list[PendingCreate | TemplateBatch], list[PendingCreate]]:
         """Decide these creates; return those on known lanes and those on unknown lanes."""
         now, new_change_id = self._runtime.estimate.now(), self._runtime.minter.change_id
         decided: list[PendingCreate | TemplateBatch] = []
         batch: TemplateBatch | None = None
-        for ask in asks:
-            answer_index = len(self._answers)
-            self._answers.append(None)
+        for answer_index, ask in asks:
             try:
                 own_values = self._match_template(ask)
                 decision = self._decide_alone(ask, now) if own_values is None else None
@@ -239,7 +247,10 @@ class BulkCreate:
 
     def _decide_alone(self, ask: CreateExecution, now: int) -> Decision[CreateAnswer]:
         accepted = validate.validate_create(ask)
-        decision = create(None, None, accepted, now, defaults=defaults_of(self._runtime))
+        place = self._lanes.place(accepted)
+        if place is not None and place.lookups:  # decided alone, after the lookups
+            return refuse(errors.KeyElsewhere(execution_id=accepted.execution_id))
+        decision = create(None, None, accepted, now, defaults=defaults_of(self._runtime), place=place)
         shared = template_of(decision) if ask.execution_deadline_at is None else None
         self._template = None if shared is None else BulkTemplate(accepted, accepted.partition, shared)
         return decision
@@ -286,12 +297,20 @@ class BulkCreate:
             identities = _identities(pending.ask)
             (ready if seen.isdisjoint(identities) else later).append(pending)
             seen.update(identities)
-        creating = (create_one(self._runtime, one.ask, unknown_outcomes=one.unknown_outcomes) for one in ready)
+        creating = (
+            create_one(self._runtime, self._lanes, one.ask, unknown_outcomes=one.unknown_outcomes) for one in ready
+        )
         for pending, answer in zip(ready, await asyncio.gather(*creating, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, errors.FabricError):
                 raise answer
             self._answers[pending.answer_index] = answer
         return later
+
+
+def _partition_text(numbered: tuple[int, Any]) -> str:
+    """Return the tag of a create's id; creates of one partition keep their order."""
+    execution_id = getattr(numbered[1], "execution_id", None)
+    return execution_id.partition("}")[0] if type(execution_id) is str else ""
 
 
 def _identities(ask: CreateExecution) -> tuple[object, ...]:

@@ -17,25 +17,29 @@ from flowfabric.engine.claiming.poller import LanePoller
 from flowfabric.engine.claiming.ready_queues import ReadyQueues, in_namespaces
 from flowfabric.engine.claiming.redeemer import GrantRedeemer
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, decide_row, load_many, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.engine.validation import execution as validate
+from flowfabric.engine.validation.execution_filter import validate_namespaces
+from flowfabric.engine.validation.tasks import validate_tasks
 from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
-from flowfabric.model.signing_key import SigningKey
-from flowfabric.model.states import BlockingReason, LifecyclePhase
-from flowfabric.model.worker import (
+from flowfabric.model.scheduling.worker import (
     MarkedDead,
     NotRegistered,
     RegisteredWorker,
+    ServedTask,
+    TaskList,
     WorkerEvent,
     WorkerPage,
     WorkerRefreshed,
     WorkerRegistered,
 )
+from flowfabric.model.security.signing_key import SigningKey
+from flowfabric.model.states import BlockingReason, LifecyclePhase
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import claim, expire, reclaim
@@ -50,6 +54,7 @@ A = TypeVar("A")
 OPERATOR = "operator"
 DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 10_000
+MAX_TASK_WORKERS = 1000  # workers whose tasks one call reads
 
 
 class ClaimOperations:
@@ -424,10 +429,8 @@ class ClaimOperations:
         key = validation.optional_text("grant_key", grant_key)
         if key is None:
             return None
-        reads = ReadSet()
-        key_rows = reads.many(SigningKey, 0)
-        loaded = await self.runtime.load(reads)
-        return grant_keys.GrantProof(key, self.signing_keys.unseal_loaded_keys(key_rows(loaded.rows)))
+        rows = await load_many(self.runtime, SigningKey, 0)
+        return grant_keys.GrantProof(key, self.signing_keys.unseal_loaded_keys(rows))
 
     async def _redeem(
         self, execution_id: str, kind: HandleKind, decide: Callable[[Execution | None, int], Decision[AcquiredLease]]
@@ -436,9 +439,7 @@ class ClaimOperations:
 
         If a limit refuses it, the execution is blocked on that limit, and the claim is refused as not eligible.
         """
-        reads = ReadSet()
-        execution_row = reads.one(Execution, execution_id)
-        row = execution_row((await self.runtime.load(reads)).rows)
+        row = await load_one(self.runtime, Execution, execution_id)
         admitted = []
         if row is not None and grant_rules.holds_admitted_grant(row):
             admitted = await self.admission.admit([row], AdmissionContext())
@@ -461,19 +462,24 @@ class ClaimOperations:
         lanes: Collection[str],
         capabilities: Iterable[str] = (),
         liveness_ttl_ms: int,
+        tasks: Sequence[ServedTask] = (),
     ) -> WorkerRegistered | WorkerRefreshed:
-        """Register a worker; executions blocked for want of its capabilities are unblocked before this returns."""
+        """Register a worker with the tasks that it runs.
+
+        Executions that are blocked for want of its capabilities are unblocked before this returns.
+        """
         offered = validate.validate_capabilities(capabilities)
         served = frozenset(validate.validate_lane_id(lane) for lane in validate.validate_iterable("lanes", lanes))
         if not served:
             raise errors.InvalidInput("lanes: empty")
         ask = Registration(
-            _namespace(namespace),
+            validation.name("namespace", namespace),
             validate.validate_instance_id(worker_instance_id),
             validate.validate_worker_id(worker_id),
             served,
             offered,
             validation.duration_ms("liveness_ttl_ms", liveness_ttl_ms),
+            validate_tasks(tasks),
         )
         answer = await self._decide_worker(
             ask.namespace, ask.worker_instance_id, lambda row, now: workers.register(row, ask, now)
@@ -488,7 +494,7 @@ class ClaimOperations:
         """Extend a registration by its liveness TTL; an expired one is not revived."""
         instance = validate.validate_instance_id(worker_instance_id)
         return await self._decide_worker(
-            _namespace(namespace), instance, lambda row, now: workers.heartbeat(row, instance, now)
+            validation.name("namespace", namespace), instance, lambda row, now: workers.heartbeat(row, instance, now)
         )
 
     async def mark_worker_dead(
@@ -499,37 +505,72 @@ class ClaimOperations:
         if refused := workers.check_reason(validation.text("reason", reason)):
             raise refused
         return await self._decide_worker(
-            _namespace(namespace), instance, lambda row, now: workers.mark_dead(row, instance, reason, now)
+            validation.name("namespace", namespace),
+            instance,
+            lambda row, now: workers.mark_dead(row, instance, reason, now),
         )
 
     async def _decide_worker(
         self, namespace: str, instance_id: str, decide: Callable[[RegisteredWorker | None, int], Decision[A]]
     ) -> A:
-        reads = ReadSet()
-        row = reads.one(RegisteredWorker, namespace, instance_id)
-        return await self.runtime.decide_and_commit(reads, lambda rows, now: decide(row(rows), now))
+        return await decide_row(self.runtime, RegisteredWorker, (namespace, instance_id), decide)
 
     async def list_workers(
-        self, namespace: str | None = None, *, after: str | None = None, limit: int = DEFAULT_PAGE_SIZE
+        self,
+        namespace: str | None = None,
+        *,
+        after: str | None = None,
+        limit: int = DEFAULT_PAGE_SIZE,
+        all_namespaces: bool = False,
     ) -> WorkerPage:
-        """Return the live workers of a namespace in the order of their instance ids, strictly after `after`."""
-        if namespace is None:
+        """Return the live workers of a namespace in the order of their instance ids, strictly after `after`.
+
+        Without a namespace, `all_namespaces` lists those of all, by namespace and instance id; the cursor has both.
+        """
+        if namespace is None and not all_namespaces:
             raise errors.Unavailable("list_workers", "of all namespaces")
         size = min(validation.integer("limit", limit, least=0), MAX_PAGE_SIZE)
         if not size:
             return WorkerPage([])
         cursor = None if after is None else (validation.text("after", after),)
-        rows = await self.routes.live_workers(_namespace(namespace), cursor, size + 1)
+        if namespace is None:
+            return await self._list_all_workers(after, size)
+        rows = await self.routes.live_workers(validation.name("namespace", namespace), cursor, size + 1)
         entries = [workers.worker_view(row) for row in rows[:size]]
         return WorkerPage(entries, entries[-1].worker_instance_id if len(rows) > size else None)
 
+    async def _list_all_workers(self, after: str | None, size: int) -> WorkerPage:
+        cursor: tuple[str, str] | None = None
+        if after is not None:
+            owner, blank, instance = after.rpartition(" ")  # no instance id contains a blank
+            if not blank:
+                raise errors.InvalidInput("after: not a cursor of the workers of all namespaces")
+            cursor = owner, validate.validate_instance_id(instance)
+        now = await self.runtime.store.ping()
+        scan = Scan(
+            RegisteredWorker,
+            (Where("lapses_at", ">", now),),
+            ("namespace", "worker_instance_id"),
+            cursor,
+            size + 1,
+        )
+        rows: list[RegisteredWorker] = await self.runtime.scan(scan)
+        entries = [workers.worker_view(row) for row in rows[:size]]
+        last = entries[-1] if len(rows) > size else None
+        return WorkerPage(entries, None if last is None else f"{last.namespace} {last.worker_instance_id}")
+
+    async def list_tasks(self, *, namespace: str | None = None, namespaces: Sequence[str] | None = None) -> TaskList:
+        """Return the tasks that live workers run, with the schemas of their input and result."""
+        wanted = validate_namespaces(namespace, namespaces)
+        live = (Where("lapses_at", ">", await self.runtime.store.ping()),)
+        key = ("namespace", "worker_instance_id")
+        rows: list[RegisteredWorker] = await self.runtime.scan(
+            Scan(RegisteredWorker, live, key, None, MAX_TASK_WORKERS + 1)
+        )
+        seen = [row for row in rows[:MAX_TASK_WORKERS] if wanted is None or row.namespace in wanted]
+        return TaskList(workers.task_entries(seen), len(rows) <= MAX_TASK_WORKERS)
+
     async def list_worker_events(self, namespace: str, worker_instance_id: str) -> list[WorkerEvent]:
         """Return the events of one worker instance, oldest first."""
-        reads = ReadSet()
         instance = validate.validate_instance_id(worker_instance_id)
-        events = reads.many(WorkerEvent, _namespace(namespace), instance)
-        return events((await self.runtime.load(reads)).rows)
-
-
-def _namespace(text: str) -> str:
-    return validation.text("namespace", text, limit=validation.MAX_NAME_BYTES)
+        return await load_many(self.runtime, WorkerEvent, validation.name("namespace", namespace), instance)

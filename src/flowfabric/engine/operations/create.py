@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.commit_queue import result_of
+from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
 from flowfabric.engine.runtime.wakeups import lane_topic
@@ -21,32 +23,73 @@ from flowfabric.rules.execution.create import (
     PolicyDefaults,
     create,
 )
+from flowfabric.rules.scheduling.lane_spread import KeyPlace
 from flowfabric.stores.port import TransactionView
+
+LATE_CREATE_PAUSE_S = 0.05
 
 CreateAnswer = answers.Created | answers.Duplicate
 
 
 async def create_one(
     runtime: Runtime,
+    lanes: LaneSpreads,
     ask: CreateExecution,
     *,
     assume_absent: bool = False,
     unknown_outcomes: tuple[UnknownOutcome, ...] = (),
 ) -> CreateAnswer:
     """Create one execution; `assume_absent` skips the load of its id and key if this process knows the lane."""
-    reads, decide = _create_decision(runtime, ask)
-    assume_absent = assume_absent and runtime.knows_lane(ask.lane_id)
-    return await runtime.decide_and_commit(
-        reads,
-        decide,
-        assumed_rows=[[] for _ in reads] if assume_absent else None,
-        unknown_outcomes=unknown_outcomes,
-    )
+
+    async def attempt(place: KeyPlace | None) -> CreateAnswer:
+        reads, decide = _create_decision(runtime, ask, place)
+        is_absent = assume_absent and runtime.knows_lane(ask.lane_id)
+        return await runtime.decide_and_commit(
+            reads,
+            decide,
+            assumed_rows=[[] for _ in reads] if is_absent else None,
+            unknown_outcomes=unknown_outcomes,
+        )
+
+    return await _create_at_key_place(lanes, ask, attempt)
 
 
-async def create_in_transaction(runtime: Runtime, view: TransactionView, ask: CreateExecution) -> CreateAnswer:
+async def create_in_transaction(
+    runtime: Runtime, lanes: LaneSpreads, view: TransactionView, ask: CreateExecution
+) -> CreateAnswer:
     """Create one execution in a caller's transaction; it becomes visible when that commits."""
-    reads, decide = _create_decision(runtime, ask)
+    return await _create_at_key_place(lanes, ask, lambda place: _create_in_transaction(runtime, view, ask, place))
+
+
+async def _create_at_key_place(
+    lanes: LaneSpreads, ask: CreateExecution, attempt: Callable[[KeyPlace | None], Awaitable[CreateAnswer]]
+) -> CreateAnswer:
+    """Attempt a create on the partition of its key, again if the spread of the lane has changed meanwhile."""
+    place = None
+    while True:
+        if ask.idempotency_key:
+            await lanes.prepare()
+            place = lanes.place(ask)
+            if place is not None and (known := await lanes.find_key(ask, place)) is not None:
+                return answers.Duplicate(known)
+        try:
+            return await attempt(place)
+        except errors.KeyElsewhere:
+            if place is None or not place.is_here:
+                raise
+        await _read_lanes_again(lanes)
+
+
+async def _read_lanes_again(lanes: LaneSpreads) -> None:
+    """Read the lanes after a create came too late for the rows that it relied on; clocks of servers may differ."""
+    await asyncio.sleep(LATE_CREATE_PAUSE_S)
+    await lanes.refresh()
+
+
+async def _create_in_transaction(
+    runtime: Runtime, view: TransactionView, ask: CreateExecution, place: KeyPlace | None
+) -> CreateAnswer:
+    reads, decide = _create_decision(runtime, ask, place)
     rows, now = None, runtime.estimate.now()
     while True:
         decision = decide([] if rows is None else rows, now)
@@ -76,7 +119,7 @@ def defaults_of(runtime: Runtime) -> PolicyDefaults:
 
 
 def _create_decision(
-    runtime: Runtime, ask: CreateExecution
+    runtime: Runtime, ask: CreateExecution, place: KeyPlace | None
 ) -> tuple[ReadSet, Callable[[Rows, int], Decision[CreateAnswer]]]:
     """Return the rows that a create reads, and its decision on them."""
     reads = ReadSet()
@@ -85,6 +128,6 @@ def _create_decision(
 
     def decide(rows: Rows, now: int) -> Decision[CreateAnswer]:
         key_row = None if key is None else key(rows)
-        return create(existing(rows), key_row, ask, now, defaults=defaults_of(runtime))
+        return create(existing(rows), key_row, ask, now, defaults=defaults_of(runtime), place=place)
 
     return reads, decide

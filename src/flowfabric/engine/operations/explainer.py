@@ -10,20 +10,21 @@ from flowfabric import errors
 from flowfabric.engine.claiming.ready_queues import ReadyQueues
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
 from flowfabric.engine.limits.aggregates import LimitAggregates
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, load_many, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model import obstacles
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Dependency, DependencyState
+from flowfabric.model.limits.quota import QuotaSlot
+from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import Suspension
-from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.limits import owner as owner_rules
 from flowfabric.rules.scheduling import explain as explain_rules
 from flowfabric.rules.scheduling import workers
 from flowfabric.rules.suspension import suspend as suspend_rules
-from flowfabric.stores.queries import Scan, Where
+from flowfabric.stores.queries import Read, Scan, Where
 
 MAX_COUNTED = 1000  # executions ahead in the queue, and running ones; a higher count is cut off
 
@@ -54,10 +55,13 @@ class Explainer:
         return obstacles.Explanation(row.execution_id, row.public_state, await self._obstacle(row, loaded.now))
 
     async def _obstacle(self, row: Execution, now: int) -> obstacles.Obstacle:
-        if obstacle := explain_rules.explain_row(row, now):
-            return obstacle
-        if row.lifecycle_phase is LifecyclePhase.SUSPENDED:
-            return await self._suspension(row)
+        obstacle = explain_rules.explain_row(row, now)
+        if obstacle is None and row.lifecycle_phase is LifecyclePhase.SUSPENDED:
+            obstacle = await self._suspension(row)
+        if obstacle is not None:
+            if not explain_rules.waits_for_worker(row, obstacle, now):
+                return obstacle
+            return explain_rules.explain_workers(row, await self.routes.list_live_workers(row.namespace)) or obstacle
         if row.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES:
             return await self._dependencies(row)
         live = await self.routes.list_live_workers(row.namespace)
@@ -69,9 +73,7 @@ class Explainer:
         )
 
     async def _suspension(self, row: Execution) -> obstacles.Obstacle:
-        reads = ReadSet()
-        suspension_row = reads.one(Suspension, row.execution_id)
-        suspension = suspension_row((await self.runtime.load(reads)).rows)
+        suspension = await load_one(self.runtime, Suspension, row.execution_id)
         needs = suspend_rules.budget_needs(row, suspension)
         need = next((need for need in needs if explain_rules.may_show_budget(row, need)), None)
         if need is None:
@@ -80,9 +82,7 @@ class Explainer:
         return explain_rules.explain_budget_need(budgets[need.budget], need)
 
     async def _dependencies(self, row: Execution) -> obstacles.Dependencies:
-        reads = ReadSet()
-        edge_rows = reads.many(Dependency, row.execution_id)
-        edges = edge_rows((await self.runtime.load(reads)).rows)
+        edges = await load_many(self.runtime, Dependency, row.execution_id)
         unmet = {edge.upstream_execution_id for edge in edges if edge.state is DependencyState.UNSATISFIED}
         return obstacles.Dependencies(tuple(sorted(unmet)))
 
@@ -100,7 +100,9 @@ class Explainer:
         names = decode_terms(row.terms).quota_policy_ids
         if not names:
             return None
-        now, quotas = await self.aggregates.quotas.load(owner_rules.candidates(row.namespace, names))
+        policies = owner_rules.candidates(row.namespace, names)
+        slots = {policy: [Read(QuotaSlot, (*policy, row.execution_id))] for policy in policies}
+        now, quotas = await self.aggregates.quotas.load(policies, slots)
         roots = {key: quota.root for key, quota in quotas.items()}
         return explain_rules.explain_quotas(
             row, [quotas[owner_rules.resolve_owner(row.namespace, name, roots)] for name in names], now

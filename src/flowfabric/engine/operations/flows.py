@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -13,9 +13,11 @@ from flowfabric.engine.flows.bulk_cancel import BulkCanceller, load_readable
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher, outgoing_edges
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
 from flowfabric.engine.operations.create import defaults_of
+from flowfabric.engine.operations.flow_lists import FlowLists
+from flowfabric.engine.operations.pages import FlowListPage
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
-from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
+from flowfabric.engine.runtime.read_set import ReadSet, decide_row, load_each, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import flow as flow_answers
@@ -24,6 +26,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
     CancellationPolicy,
     Dependency,
+    DependencyKind,
     Edge,
     EdgeGroup,
     Flow,
@@ -40,6 +43,7 @@ from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow.build import StageEdge
 from flowfabric.rules.flow.dependencies import ApplyDependency
 from flowfabric.rules.flow.graph import CreateGraph
+from flowfabric.rules.flow.views import FlowGraph
 
 MAX_WAIT_MS = 300_000
 MAX_LISTED_MEMBERS = 1000  # members that the answer to a repeated cancel lists
@@ -77,6 +81,7 @@ class GraphEdge(msgspec.Struct, frozen=True):
 class FlowOperations:
     """Operations on flows, their edges and joins."""
 
+    flow_lists: FlowLists
     runtime: Runtime
     flow_locks: KeyedLock
     bulk_canceller: BulkCanceller
@@ -92,7 +97,7 @@ class FlowOperations:
         wait: Wait = NO_WAIT,
     ) -> FlowCancel:
         """Cancel a flow and the members that the policy selects; a repeated call changes nothing."""
-        policy = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
+        policy = flow_cancel.parse_cancellation_policy(policy)
         timeout_ms = max_wait_ms_of(wait)
         reason = validation.text("reason", reason)
         answer = await self.cancel_flow_header(flow_id, reason=reason, policy=policy)
@@ -125,7 +130,7 @@ class FlowOperations:
     ) -> flow_answers.HeaderCancelled | flow_answers.HeaderAlreadyTerminal:
         """Mark a flow as cancelled and list the members to cancel; a reconciler cancels them after the grace."""
         flow_id = validate.validate_flow_id(flow_id)
-        cancellation_policy = validate.value_or_raise(flow_cancel.parse_cancellation_policy(policy))
+        cancellation_policy = flow_cancel.parse_cancellation_policy(policy)
         reason = validation.text("reason", reason)
         if refused := flow_cancel.check_grace(grace_ms):
             raise refused
@@ -281,7 +286,7 @@ class FlowOperations:
         )
         request = msgspec.structs.replace(
             self._stage_request(name, edge),
-            edge_id=validate.validate_edge_id(edge_id),
+            edge_id=validate.parse_uuid("edge_id", edge_id),
             expected_graph_revision=expected,
         )
         reads = ReadSet()
@@ -327,10 +332,10 @@ class FlowOperations:
         revision = validate.validate_revision("graph_revision", graph_revision)
         request = ApplyDependency(
             validate.validate_flow_id(flow_id),
-            validate.validate_edge_id(edge_id),
+            validate.parse_uuid("edge_id", edge_id),
             validate.validate_member_id("upstream", upstream),
             validate.validate_member_id("downstream", downstream),
-            None if dependency_kind is None else validate.value_or_raise(build.parse_dependency_kind(dependency_kind)),
+            None if dependency_kind is None else validation.choice(DependencyKind, "dependency_kind", dependency_kind),
             validation.optional_text("data_passing_ref", data_passing_ref),
             None if revision is None else min(revision, validation.MAX_INTEGER),  # informational: cap what is stored
         )
@@ -365,9 +370,8 @@ class FlowOperations:
         name = validation.text("key", key)
         if refused := tag_rules.check_tag_key(name) or tag_rules.check_not_reserved(name):
             raise refused
-        reads = ReadSet()
-        flow, text = reads.one(Flow, validate.validate_flow_id(flow_id)), validation.text("value", value)
-        await self.runtime.decide_and_commit(reads, lambda rows, _: build.set_flow_tag(flow(rows), name, text))
+        flow, text = validate.validate_flow_id(flow_id), validation.text("value", value)
+        await decide_row(self.runtime, Flow, (flow,), lambda row, _: build.set_flow_tag(row, name, text))
 
     async def resolve_dependency(
         self, flow_id: str, edge_id: str, downstream: str, outcome: str
@@ -375,7 +379,7 @@ class FlowOperations:
         """Count the outcome of an edge's upstream in the downstream's join; a repeated call changes nothing."""
         upstream_outcome = _parse_outcome(outcome)
         child = _downstream(flow_id, downstream)
-        edge = validate.validate_edge_id(edge_id)
+        edge = validate.parse_uuid("edge_id", edge_id)
         [resolved] = await self.join_resolver.resolve([CompletedEdge(child, edge, upstream_outcome)])
         if resolved.refused is not None:
             raise resolved.refused
@@ -414,13 +418,36 @@ class FlowOperations:
     def _stage_request(self, flow_id: ids.FlowId, edge: GraphEdge) -> StageEdge:
         return StageEdge(
             flow_id,
-            self.runtime.minter.uuid() if edge.edge_id is None else validate.validate_edge_id(edge.edge_id),
+            self.runtime.minter.uuid() if edge.edge_id is None else validate.parse_uuid("edge_id", edge.edge_id),
             edge.upstream,
             edge.downstream,
-            validate.value_or_raise(build.parse_dependency_kind(edge.dependency_kind)),
+            validation.choice(DependencyKind, "dependency_kind", edge.dependency_kind),
             validation.optional_text("data_passing_ref", edge.data_passing_ref),
             None,
         )
+
+    async def search_flows(
+        self,
+        *,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> FlowListPage:
+        """List flows of all partitions, newest first, after the cursor, with the counts of the last projection.
+
+        A page that is not full and has a cursor is incomplete: one call reads at most FLOW_BUDGET flows.
+        """
+        return await self.flow_lists.search_flows(
+            namespace=namespace, namespaces=namespaces, cursor=cursor, limit=limit
+        )
+
+    async def read_flow_graph(self, flow_id: str) -> FlowGraph:
+        """Return the members of a flow with their kinds and states, the edges between them, and the joins.
+
+        The graph is one snapshot; states may be newer. Members that retention has deleted have no state.
+        """
+        return await self.flow_lists.read_flow_graph(flow_id)
 
 
 def max_wait_ms_of(wait: Wait) -> int | None:
@@ -456,10 +483,10 @@ def _check_edge(edge: object, names: Set[str]) -> GraphEdge:
 
 
 def _validate_labels(flow_kind: str, namespace: str) -> tuple[str, str]:
-    kind = validation.text("flow_kind", flow_kind, limit=validation.MAX_NAME_BYTES)
+    kind = validation.name("flow_kind", flow_kind)
     if not kind:
         raise errors.InvalidInput("flow_kind: empty")
-    return kind, validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES)
+    return kind, validation.name("namespace", namespace)
 
 
 def _parse_policy(policy: object) -> build.JoinPolicy:

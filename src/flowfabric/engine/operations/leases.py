@@ -20,6 +20,7 @@ from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import EdgeGroup
 from flowfabric.model.instant import FromNow
+from flowfabric.model.suspension import Suspension
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import cancel, delay, finish, lease
@@ -139,12 +140,20 @@ class LeaseOperations:
         return LeaseRef(execution, index, fence.attempt_id or "", fence.lease_id or "", fence.lease_epoch or 0, ttl)
 
     async def progress(
-        self, handle: Handle, *, pct: int | None = None, message: str | None = None
+        self,
+        handle: Handle,
+        *,
+        pct: int | None = None,
+        message: str | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> answers.ProgressNoted:
-        """Record the progress of the attempt; an argument that is None leaves its value unchanged."""
+        """Record the progress of the attempt; an argument that is None leaves its value unchanged.
+
+        `counts` says how often each branch of a durable function has reported, so that a replay does not report again.
+        """
         fields = self.runtime.handle_fields(handle)
         return await self.update_progress(
-            fields.execution_id, fence=Fence.of(fields), pct=pct, message=message, _use_cache=True
+            fields.execution_id, fence=Fence.of(fields), pct=pct, message=message, counts=counts, _use_cache=True
         )
 
     async def update_progress(
@@ -154,15 +163,17 @@ class LeaseOperations:
         fence: Fence,
         pct: int | None = None,
         message: str | None = None,
+        counts: Mapping[str, int] | None = None,
         _use_cache: bool = False,
     ) -> answers.ProgressNoted:
         """Record progress for a caller that names its lease."""
         execution, fence = self._execution_and_fence(None, execution_id, fence)
         percent = None if pct is None else validation.integer("progress_pct", pct, least=0, most=100)
         text = validation.optional_text("progress_message", message)
+        counted = None if counts is None else validate.validate_counts("counts", counts)
         return await self.runtime.decide_execution(
             execution,
-            lambda row, now: progress_rules.update_progress(row, fence, percent, text, now),
+            lambda row, now: progress_rules.update_progress(row, fence, percent, text, now, counted),
             use_cache=_use_cache,
         )
 
@@ -312,11 +323,14 @@ class LeaseOperations:
         execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         payload = None if result is None else validation.payload("result_payload", result)
-        label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
-        return await self.runtime.decide_execution(
-            execution,
-            lambda row, now: finish.complete(row, fence, by, payload, label, now),
-            use_cache=handle is not None,
+        label = validate.validate_encoding(encoding)
+        reads = ReadSet()
+        row, root = reads.one(Execution, execution), reads.one(Suspension, execution)
+        cached = None if handle is None else self.runtime._lease_cache.get(execution)
+        return await self.runtime.decide_and_commit(
+            reads,
+            lambda rows, now: finish.complete(row(rows), fence, by, payload, label, now, root(rows)),
+            assumed_rows=None if cached is None or cached.has_mail else reads.assume(row, cached),
         )
 
     async def fail(
@@ -328,19 +342,32 @@ class LeaseOperations:
         source: str | None = None,
         reason: str,
         category: str = "transient",
+        failure: bytes | None = None,
         retry_policy: str | None = None,
     ) -> answers.RetryScheduled | answers.TerminalFailed:
-        """Fail the attempt; the retry policy decides whether another one follows."""
+        """Fail the attempt; the retry policy decides whether another one follows.
+
+        `failure` is the exception as JSON (`model.failure.StoredFailure`), which readers of the outcome get.
+        """
         execution, fence = self._execution_and_fence(handle, execution_id, fence)
         by = validate.validate_source(source)
         why = validation.text("failure_reason", reason)
-        kind = validation.text("failure_category", category, limit=validation.MAX_NAME_BYTES)
+        kind = validation.name("failure_category", category)
+        document = None if failure is None else validate.validate_failure(failure)
         own_retry = validation.optional_text("retry_policy_json", retry_policy) or None
         chance = self.runtime.random()
         return await self.runtime.decide_execution(
             execution,
             lambda row, now: finish.fail(
-                row, fence, by, reason=why, category=kind, retry_policy=own_retry, chance=chance, now=now
+                row,
+                fence,
+                by,
+                reason=why,
+                category=kind,
+                failure=document,
+                retry_policy=own_retry,
+                chance=chance,
+                now=now,
             ),
             use_cache=handle is not None,
         )
@@ -361,11 +388,11 @@ class LeaseOperations:
         client/server store this then yields to the event loop, so that claims unblocked by the batch are sent first and
         overlap with the bookkeeping here.
         """
-        label = validation.optional_text("result_encoding", encoding, limit=validation.MAX_NAME_BYTES)
+        label = validate.validate_encoding(encoding)
         pairs = validate.validate_pairs("results", results)
         replies: list[Any] = [None] * len(pairs)
         batch: dict[str, tuple[int, Change, Decision[answers.Completed], Execution]] = {}
-        singles: dict[str, list[int]] = {}  # by execution: indexes of completions that are committed one by one
+        singles: dict[str, list[int]] = {}  # indexes of completions that are committed one by one, by execution
         assumed: dict[int, Rows] = {}  # rows to decide some of those on without a load
         unknown: dict[int, tuple[UnknownOutcome, ...]] = {}  # commits of those whose reply was lost
         now, cache, unblocks = self.runtime.estimate.now(), self.runtime._lease_cache, False
@@ -378,7 +405,7 @@ class LeaseOperations:
                 continue
             execution_id = fields.execution_id
             row = cache.get(execution_id)
-            if row is None or execution_id in batch or execution_id in singles:
+            if row is None or row.has_mail or execution_id in batch or execution_id in singles:
                 singles.setdefault(execution_id, []).append(index)
                 continue
             decision = finish.complete(row, Fence.of(fields), None, payload, label, now)
@@ -389,7 +416,7 @@ class LeaseOperations:
             if row.successors is not None and self.runtime.release_inliner is not None:
                 inlined = self.runtime.release_inliner.try_inline_release(change, row)
                 if inlined is None:
-                    assumed[index] = [[row]]
+                    assumed[index] = [[row], []]
                     singles.setdefault(execution_id, []).append(index)
                     continue
                 change, unblocks = inlined, True
@@ -440,10 +467,11 @@ class LeaseOperations:
         unknown_outcomes: tuple[UnknownOutcome, ...],
     ) -> answers.Completed:
         reads, fence = ReadSet(), Fence.of(handle.fields)
-        row = reads.one(Execution, handle.fields.execution_id)
+        execution = handle.fields.execution_id
+        row, root = reads.one(Execution, execution), reads.one(Suspension, execution)
         return await self.runtime.decide_and_commit(
             reads,
-            lambda rows, now: finish.complete(row(rows), fence, None, payload, label, now),
+            lambda rows, now: finish.complete(row(rows), fence, None, payload, label, now, root(rows)),
             assumed_rows=assumed_rows,
             unknown_outcomes=unknown_outcomes,
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from flowfabric import errors, ids
+from flowfabric import errors
 from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.limits.quota_slots import QuotaSlots
@@ -20,10 +20,10 @@ from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import limits as validate_limits
 from flowfabric.handles import Handle
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.budget import Budget, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.limits.budget import Budget, BudgetReservation, BudgetSpend, UsageKey
+from flowfabric.model.limits.quota import QuotaPolicy
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules import validation
 from flowfabric.rules.limits import budget as budget_rules
@@ -77,18 +77,18 @@ class LimitOperations:
             "on_soft_limit": on_soft_limit,
         }
         for name, text in texts.items():
-            validation.text(name, text, limit=validation.MAX_NAME_BYTES)
+            validation.name(name, text)
         definition = usage.BudgetDefinition(
             **texts,
             reset_interval_ms=validation.duration_ms("reset_interval_ms", reset_interval_ms, least=0),
             limits=validate_limits.build_limits(dimensions, hard_limits, soft_limits),
-            declaration=validation.optional_text("declaration", declaration, limit=validation.MAX_NAME_BYTES),
+            declaration=validation.optional_name("declaration", declaration),
         )
         answer: limit_answers.BudgetDefined = await self.aggregates.budgets.decide_and_commit(
             budget, lambda state, now: usage.define_budget(state, definition, now)
         )
         if isinstance(answer, limit_answers.LimitsChanged):
-            await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+            await self.unblocker.unblock_budget_waiters(budget)
         await self.unblocker.unblock_redefined(budget, BlockingReason.WAITING_FOR_BUDGET)
         return answer
 
@@ -151,17 +151,25 @@ class LimitOperations:
         handle: Handle | None = None,
         namespace: str | None = None,
         shared: bool = True,
+        reservation_id: str | None = None,
+        acknowledged: Sequence[str] | None = None,
     ) -> limit_answers.UsageResult:
         """Report usage and record it for the execution, so that it can be released.
 
-        With a `handle`, a breach suspends the execution if that is the budget's hard action.
+        With a `handle`, a breach suspends the execution if that is the budget's hard action. With `reservation_id` the
+        usage is taken from that reservation first. `acknowledged` are keys of earlier reports that the caller has
+        recorded; a caller that acknowledges its reports has its key kept until then, for 30 days at most.
         """
         execution = validate.validate_execution_id(execution_id)
         if handle is not None and self.runtime.handle_fields(handle).execution_id != execution:
             raise errors.InvalidInput("handle: of another execution")
         amounts = validate_limits.amounts_by_name("deltas", deltas)
+        reservation = validate.optional_uuid("reservation_id", reservation_id)
+        recorded = None if acknowledged is None else validate_limits.key_digests(acknowledged)
         own = await self._own_budget(namespace, budget_id, execution)
-        answer, budget = await self._report(own, amounts, idempotency_key, execution, shared=shared)
+        answer, budget = await self._report(
+            own, amounts, idempotency_key, execution, reservation_id=reservation, acknowledged=recorded, shared=shared
+        )
         return await self._suspend_on_breach(answer, budget, amounts, handle)
 
     async def _report(
@@ -172,13 +180,20 @@ class LimitOperations:
         execution_id: str | None = None,
         *,
         shared: bool,
+        reservation_id: str | None = None,
+        acknowledged: tuple[str, ...] | None = None,
     ) -> tuple[limit_answers.UsageResult, NamespacedId]:
         digest = usage.usage_key_digest(key) if validation.optional_text("dedup_key", key) and key else None
-        report = usage.UsageReport(amounts, digest, execution_id)
+        report = usage.UsageReport(amounts, digest, execution_id, reservation_id, acknowledged)
 
         def reads(budget: NamespacedId) -> tuple[Read, ...]:
-            keys: tuple[Read, ...] = () if digest is None else (Read(UsageKey, (*budget, digest)),)
-            return keys if execution_id is None else (*keys, Read(BudgetSpend, (*budget, execution_id)))
+            digests = (acknowledged or ()) if digest is None else (digest, *(acknowledged or ()))
+            wanted = [Read(UsageKey, (*budget, one)) for one in digests]
+            if execution_id is not None:
+                wanted.append(Read(BudgetSpend, (*budget, execution_id)))
+            if reservation_id is not None:
+                wanted.append(Read(BudgetReservation, (*budget, reservation_id)))
+            return tuple(wanted)
 
         return await self._decide_on_owner(
             own, lambda state, now: usage.report_usage(state, report, now), reads, shared=shared
@@ -201,7 +216,7 @@ class LimitOperations:
         """Return the budget in the execution's namespace; in `default` if there is no such execution."""
         if namespace is not None:
             return validate_limits.build_owned_id(namespace, budget_id)
-        budget = validate_limits.validate_budget_id(budget_id)
+        budget = validate.parse_uuid("budget_id", budget_id)
         return NamespacedId(await self._namespace_of(execution_id), budget)
 
     async def _namespace_of(self, execution_id: str) -> str:
@@ -245,21 +260,29 @@ class LimitOperations:
         handle: Handle | None = None,
         namespace: str | None = None,
         shared: bool = True,
+        drawn: Mapping[str, int] | None = None,
+        epoch: int = 0,
     ) -> limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied:
-        """Reserve capacity for an execution for `ttl_ms`; repeating the reservation extends it."""
+        """Reserve capacity for an execution for `ttl_ms`; repeating the reservation extends it.
+
+        `drawn` is what the execution has spent from it before: if the reservation has ended meanwhile, only the rest is
+        reserved again. `epoch` is that of the caller's lease.
+        """
         execution = validate.validate_execution_id(execution_id)
         request = reservation_rules.ReserveRequest(
             validate.optional_uuid("reservation_id", reservation_id) or self.runtime.minter.uuid(),
             execution,
             validate_limits.amounts_by_name("amounts", amounts),
             validation.duration_ms("ttl_ms", ttl_ms),
+            validate_limits.amounts_by_name("drawn", {} if drawn is None else drawn),
+            validation.integer("epoch", epoch, least=0),
         )
         own = await self._own_budget(namespace, budget_id, execution)
         answer: limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied
         answer, budget = await self._decide_on_owner(
             own,
             lambda state, now: reservation_rules.reserve(state, request, now),
-            lambda budget: (_read_settlement(budget, request.reservation_id),),
+            lambda budget: _reservation_reads(budget, request.reservation_id),
             shared=shared,
         )
         return await self._suspend_on_breach(answer, budget, request.amounts, handle)
@@ -276,13 +299,13 @@ class LimitOperations:
     ) -> limit_answers.UsageResult:
         """Replace a reservation by the actual usage; a repeated call is `AlreadyApplied`."""
         execution = validate.validate_execution_id(execution_id)
-        reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
+        reservation = validate.parse_uuid("reservation_id", reservation_id)
         spent = validate_limits.amounts_by_name("amounts", amounts)
         own = await self._own_budget(namespace, budget_id, execution)
         return await self._change_owner_budget(
             own,
             lambda state, now: reservation_rules.settle(state, reservation, execution, spent, now),
-            lambda budget: (_read_settlement(budget, reservation), Read(BudgetSpend, (*budget, execution))),
+            lambda budget: (*_reservation_reads(budget, reservation), Read(BudgetSpend, (*budget, execution))),
             shared=shared,
         )
 
@@ -291,7 +314,7 @@ class LimitOperations:
     ) -> str | None:
         """Return the execution that a reservation belongs to; None if there is no such reservation."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
-        reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
+        reservation = validate.parse_uuid("reservation_id", reservation_id)
         row = await load_one(self.runtime, BudgetReservation, *budget, reservation)
         return None if row is None else row.execution_id
 
@@ -303,16 +326,29 @@ class LimitOperations:
         execution_id: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         shared: bool = True,
+        epoch: int | None = None,
+        acknowledged: Sequence[str] = (),
     ) -> limit_answers.Refunded:
-        """Release the capacity of an unused reservation; a repeated call releases nothing.
+        """Release what is left of a reservation; a repeated call releases nothing.
 
-        With `execution_id`, a reservation of another execution is refused.
+        With `execution_id`, a reservation of another execution is refused. With `epoch`, the caller's lease, one that a
+        later lease has taken up stays. `acknowledged` are keys of reports that the caller has recorded.
         """
         own = validate_limits.build_owned_id(namespace, budget_id)
-        reservation = ids.parse_uuid(validation.text("reservation_id", reservation_id), "reservation_id")
+        reservation = validate.parse_uuid("reservation_id", reservation_id)
         owner = None if execution_id is None else validate.validate_execution_id(execution_id)
+        lease_epoch = None if epoch is None else validation.integer("epoch", epoch, least=0)
+        recorded = validate_limits.key_digests(acknowledged)
         return await self._change_owner_budget(
-            own, lambda state, now: reservation_rules.refund(state, reservation, now, owner), shared=shared
+            own,
+            lambda state, now: reservation_rules.refund(
+                state, reservation, now, owner, epoch=lease_epoch, acknowledged=recorded
+            ),
+            lambda budget: (
+                *_reservation_reads(budget, reservation),
+                *(Read(UsageKey, (*budget, digest)) for digest in recorded),
+            ),
+            shared=shared,
         )
 
     async def reset_budget(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> limit_answers.BudgetReset:
@@ -324,28 +360,31 @@ class LimitOperations:
     async def unblock_budget_waiters(self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> bool:
         """Unblock executions that wait for a budget, as far as it has capacity; True if some still wait."""
         budget = validate_limits.build_owned_id(namespace, budget_id)
-        return await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+        return await self.unblocker.unblock_budget_waiters(budget)
 
     async def reconcile_budget_counters(self, partition: int) -> limit_answers.Reconciled:
         """Set or clear the breach mark of every budget of a partition that never resets."""
         index = validation.integer("partition", partition, least=0, most=self.runtime.partitions.budget - 1)
+        where = (Where("partition", "=", index), Where("defined", "=", True))
+        return await self._reconcile(
+            Scan(Budget, where, ("namespace", "budget_id"), limit=PAGE_SIZE),
+            lambda key: self.aggregates.budgets.decide_and_commit(key, usage.mark_breach),
+        )
+
+    async def _reconcile(
+        self, scan: Scan, reconcile: Callable[[NamespacedId], Awaitable[bool]]
+    ) -> limit_answers.Reconciled:
+        """Reconcile the limits of a scan by namespace and id, page by page; a failure does not stop the others."""
         processed = failed = 0
-        after: NamespacedId | None = None
         while True:
-            where = (Where("partition", "=", index), Where("defined", "=", True))
-            rows: list[Budget] = await self.runtime.store.scan(
-                Scan(Budget, where, ("namespace", "budget_id"), after, PAGE_SIZE)
-            )
-            keys = [NamespacedId(row.namespace, row.budget_id) for row in rows]
-            marks = await asyncio.gather(
-                *(self.aggregates.budgets.decide_and_commit(key, usage.mark_breach) for key in keys),
-                return_exceptions=True,
-            )
-            processed += sum(mark is True for mark in marks)
-            failed += sum(isinstance(mark, errors.FabricError) for mark in marks)
-            if len(rows) < PAGE_SIZE:
+            rows = await self.runtime.store.scan(scan)
+            keys = [NamespacedId(*(getattr(row, name) for name in scan.order)) for row in rows]
+            results = await asyncio.gather(*map(reconcile, keys), return_exceptions=True)
+            processed += sum(result is True for result in results)
+            failed += sum(isinstance(result, errors.FabricError) for result in results)
+            if len(rows) < scan.limit:
                 return limit_answers.Reconciled(processed, failed)
-            after = keys[-1]
+            scan = msgspec.structs.replace(scan, after=keys[-1])
 
     async def get_budget_status(
         self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
@@ -374,9 +413,9 @@ class LimitOperations:
         self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE
     ) -> list[str]:
         """List the ids of the defined budgets of a namespace, ascending, after the cursor."""
-        owner = validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES)
+        owner = validation.name("namespace", namespace)
         size = min(validation.integer("limit", limit, least=0), MAX_LISTED)
-        after = None if cursor is None else (validate_limits.validate_budget_id(cursor),)
+        after = None if cursor is None else (validate.parse_uuid("budget_id", cursor),)
         where = (Where("namespace", "=", owner), Where("defined", "=", True))
         scan = Scan(Budget, where, ("budget_id",), after, size)
         return [row.budget_id for row in await self.runtime.store.scan(scan)] if size else []
@@ -389,7 +428,7 @@ class LimitOperations:
         need = budget_rules.BudgetNeed(budget.id, answer.dimension, dict(amounts)[answer.dimension], budget.namespace)
         parked = await self.budget_suspender.suspend_for_budget(handle, need)
         if parked:  # capacity that was released between the breach and the suspension must not be missed
-            await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+            await self.unblocker.unblock_budget_waiters(budget)
         return msgspec.structs.replace(answer, parked=parked)
 
     async def _change_owner_budget(
@@ -401,7 +440,7 @@ class LimitOperations:
         shared: bool,
     ) -> A:
         answer, budget = await self._decide_on_owner(own, decide, reads, shared=shared)
-        await self.unblocker.unblock_budget_waiters(budget.id, namespace=budget.namespace)
+        await self.unblocker.unblock_budget_waiters(budget)
         return answer
 
     async def create_quota_policy(
@@ -452,7 +491,7 @@ class LimitOperations:
 
         The policy is the one that the id resolves to in the execution's namespace.
         """
-        policy = _parse_policy_id(quota_policy_id)
+        policy = validate.parse_uuid("quota_policy_id", quota_policy_id)
         execution = validate.validate_execution_id(execution_id)
         request = quota.AdmissionRequest(
             execution_id=execution,
@@ -460,8 +499,7 @@ class LimitOperations:
             rate_limit=validation.integer("rate_limit", rate_limit, least=0),
             concurrency_cap=validation.integer("concurrency_cap", concurrency_cap, least=0),
             jitter_ms=validation.duration_ms("jitter_ms", jitter_ms, least=0),
-            dimension=validation.text("dimension", dimension, limit=validation.MAX_NAME_BYTES)
-            or quota.DEFAULT_DIMENSION,
+            dimension=validation.name("dimension", dimension) or quota.DEFAULT_DIMENSION,
             call_id=self.runtime.minter.change_id(),
             chance=self.runtime.random(),
         )
@@ -484,7 +522,7 @@ class LimitOperations:
 
     async def release_admission(self, quota_policy_id: str, execution_id: str) -> limit_answers.AdmissionReleased:
         """Release an execution's slot, whichever call acquired it; a repeated call changes nothing."""
-        policy = _parse_policy_id(quota_policy_id)
+        policy = validate.parse_uuid("quota_policy_id", quota_policy_id)
         execution = validate.validate_execution_id(execution_id)
         await self.quota_slots.release_held(await self._namespace_of(execution), policy, execution)
         return limit_answers.AdmissionReleased()
@@ -492,32 +530,17 @@ class LimitOperations:
     async def reconcile_quota_counters(self, partition: int) -> limit_answers.Reconciled:
         """Trim windows, delete dead slots and recount, for every policy of a partition."""
         index = validation.integer("partition", partition, least=0, most=self.runtime.partitions.quota - 1)
-        processed = failed = 0
-        after: NamespacedId | None = None
-        while True:
-            scan = Scan(
-                QuotaPolicy, (Where("partition", "=", index),), ("namespace", "quota_policy_id"), after, PAGE_SIZE
-            )
-            rows: list[QuotaPolicy] = await self.runtime.store.scan(scan)
-            results = await asyncio.gather(
-                *(self.quota_slots.reconcile(row.quota_policy_id, namespace=row.namespace) for row in rows),
-                return_exceptions=True,
-            )
-            processed += sum(result is True for result in results)
-            failed += sum(isinstance(result, errors.FabricError) for result in results)
-            if len(rows) < PAGE_SIZE:
-                return limit_answers.Reconciled(processed, failed)
-            after = NamespacedId(rows[-1].namespace, rows[-1].quota_policy_id)
+        where = (Where("partition", "=", index),)
+        return await self._reconcile(
+            Scan(QuotaPolicy, where, ("namespace", "quota_policy_id"), limit=PAGE_SIZE), self.quota_slots.reconcile
+        )
 
 
-def _read_settlement(budget: NamespacedId, reservation_id: str) -> Read:
-    return Read(UsageKey, (*budget, reservation_rules.settlement_digest(reservation_id)))
+def _reservation_reads(budget: NamespacedId, reservation_id: str) -> tuple[Read, ...]:
+    digest = reservation_rules.settlement_digest(reservation_id)
+    return Read(BudgetReservation, (*budget, reservation_id)), Read(UsageKey, (*budget, digest))
 
 
 def _validate_policy_id(namespace: str, policy_id: str) -> NamespacedId:
-    owner = validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES)
-    return NamespacedId(owner, _parse_policy_id(policy_id))
-
-
-def _parse_policy_id(text: str) -> str:
-    return ids.parse_uuid(validation.text("quota_policy_id", text), "quota_policy_id")
+    owner = validation.name("namespace", namespace)
+    return NamespacedId(owner, validate.parse_uuid("quota_policy_id", policy_id))

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.model.failure import StoredFailure
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.execution import views
-from flowfabric.rules.flow.views import FlowStatus
+from flowfabric.rules.flow.views import FlowListing, FlowStatus
 from flowfabric.rules.suspension.waitpoints import WaitpointView
 
 
@@ -21,6 +22,7 @@ class ExecutionOutcome(msgspec.Struct, frozen=True):
     encoding: str | None
     reason: str | None
     namespace: str | None = None  # None if a server did not report it
+    failure: StoredFailure | None = None  # the exception of its last attempt, if it failed with one
 
 
 class FlowPage(msgspec.Struct, frozen=True):
@@ -30,6 +32,14 @@ class FlowPage(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
+class FlowListPage(msgspec.Struct, frozen=True):
+    """Flows, and the cursor of the next page; `incomplete` as in a list of executions."""
+
+    flows: list[FlowListing]
+    next_cursor: str | None = None
+    incomplete: bool = False
+
+
 class ExecutionPage(msgspec.Struct, frozen=True):
     """Execution ids, and the cursor of the next page."""
 
@@ -37,11 +47,15 @@ class ExecutionPage(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class SnapshotPage(msgspec.Struct, frozen=True):
-    """Snapshots of executions, and the cursor of the next page."""
+class ExecutionListPage(msgspec.Struct, frozen=True):
+    """Executions, and the cursor of the next page.
 
-    executions: list[views.ExecutionSnapshot]
+    `incomplete` says that the page is not full because one call reads a limited number of rows: the next one continues.
+    """
+
+    executions: list[views.ExecutionListing]
     next_cursor: str | None = None
+    incomplete: bool = False
 
 
 class IdMatches(msgspec.Struct, frozen=True):

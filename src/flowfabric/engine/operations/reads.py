@@ -11,7 +11,9 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine.flows.completion_dispatcher import outgoing_edges, scan_edges
 from flowfabric.engine.operations.explainer import Explainer
+from flowfabric.engine.operations.overview import EventPage, Levels, Overview, QuotaPage, Spending, SpendingPage
 from flowfabric.engine.operations.pages import (
+    ExecutionListPage,
     ExecutionOutcome,
     ExecutionPage,
     ExpiredLease,
@@ -20,22 +22,27 @@ from flowfabric.engine.operations.pages import (
     HistoryEntry,
     IdMatches,
     LanePage,
-    SnapshotPage,
 )
+from flowfabric.engine.operations.search import ExecutionSearch
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_one
+from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_many, load_one
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import completion_topic, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
+from flowfabric.engine.validation.execution_filter import validate_filter
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Attempt, Execution, Payload, Result
+from flowfabric.model.failure import read_failure
 from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary
 from flowfabric.model.obstacles import Explanation
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 from flowfabric.model.states import LifecyclePhase, PublicState, TerminalOutcome
+from flowfabric.model.suspension import Suspension
 from flowfabric.rules import validation
+from flowfabric.rules.durable import mailbox
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution import views
 from flowfabric.rules.flow import views as flow_views
@@ -46,11 +53,9 @@ from flowfabric.stores.queries import Scan, Where
 FIRST_CHECK_DELAY_S = 0.02  # the time for which the completion of a new execution is awaited before a load
 MAX_MEMBERS_PER_LOAD = 500
 MAX_PAGE = 1000
-SEARCH_BUDGET = 10_000  # rows that the store reads in one step of a search
 MAX_EXPIRED_PAGE = 10_000
 MAX_HISTORY_EVENTS = 1000
 RENEWED = "renewed"  # left out: so frequent that it would displace all other events of a long execution
-MAX_MATCHES = 100
 _HISTORY_FIELDS = (
     "lease_id",
     "lease_epoch",
@@ -65,6 +70,8 @@ _HISTORY_FIELDS = (
 class ReadOperations:
     """Operations that read executions and flows."""
 
+    overview: Overview
+    execution_search: ExecutionSearch
     runtime: Runtime
     explainer: Explainer
     recent_creates: RecentCreates
@@ -87,6 +94,8 @@ class ReadOperations:
                 if is_new and until > clock():  # a load now would find nothing and delay the worker
                     is_new = False
                     await asyncio.wait((hint,), timeout=min(FIRST_CHECK_DELAY_S, until - clock()))
+                    if not hint.done() and execution in self.runtime._lease_cache:  # its end here wakes this task up
+                        await asyncio.wait((hint,), timeout=min(self.runtime.poll_interval_s, until - clock()))
                 rows = (await self.runtime.load(reads)).rows
                 found = row(rows)
                 if found is None:
@@ -123,9 +132,8 @@ class ReadOperations:
 
     async def list_flow_members(self, flow_id: str) -> list[str]:
         """List every member that was ever added, ascending."""
-        reads = ReadSet()
-        members = reads.many(FlowMember, validate.validate_flow_id(flow_id))
-        return [member.execution_id for member in members((await self.runtime.load(reads)).rows)]
+        members = await load_many(self.runtime, FlowMember, validate.validate_flow_id(flow_id))
+        return [member.execution_id for member in members]
 
     async def list_outgoing_edges(self, flow_id: str, execution_id: str) -> list[EdgeSnapshot]:
         """List the outgoing edges of an execution by id."""
@@ -151,7 +159,7 @@ class ReadOperations:
     async def describe_edge(self, flow_id: str, edge_id: str) -> EdgeSnapshot | None:
         """Return an edge; None if this flow has no such edge."""
         edge = await load_one(
-            self.runtime, Edge, validate.validate_flow_id(flow_id), validate.validate_edge_id(edge_id)
+            self.runtime, Edge, validate.validate_flow_id(flow_id), validate.parse_uuid("edge_id", edge_id)
         )
         return None if edge is None else edge_snapshot(edge)
 
@@ -195,8 +203,11 @@ class ReadOperations:
     async def describe_execution(self, execution_id: str) -> views.ExecutionSnapshot | None:
         """Return the execution for display; None if there is none, `Corruption` if its row cannot be decoded."""
         try:
-            row = await self._row(execution_id)
-            return None if row is None else views.execution_snapshot(row)
+            execution, reads = validate.validate_execution_id(execution_id), ReadSet()
+            row, root = reads.one(Execution, execution), reads.one(Suspension, execution)
+            rows = (await self.runtime.load(reads)).rows
+            found = row(rows)
+            return None if found is None else views.execution_snapshot(found, mailbox.unread(root(rows)))
         except errors.Corruption as fault:
             raise errors.Corruption(f"describe_execution: {fault.detail}", execution_id=execution_id) from fault
 
@@ -237,12 +248,12 @@ class ReadOperations:
             if row is not None and row.namespace != namespace:
                 raise errors.IdInOtherNamespace(execution_id=row.execution_id)
         found = zip(executions, results(rows), strict=True)
-        return {name: None if result is None else result.payload for name, result in found}
+        return {name: None if result is None or result.is_failure else result.payload for name, result in found}
 
     async def get_execution_result(self, execution_id: str) -> bytes | None:
         """Return the result's exact bytes; None until one is stored."""
         result = await load_one(self.runtime, Result, validate.validate_execution_id(execution_id))
-        return None if result is None else result.payload
+        return None if result is None or result.is_failure else result.payload
 
     async def read_execution_context(self, execution_id: str) -> views.ExecutionContext:
         """Return the input, kind and tags that a handler starts with."""
@@ -253,14 +264,12 @@ class ReadOperations:
             payload.input_payload or b"", payload.execution_kind, tag_rules.decode_tags(row.tags)
         )
 
-    async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
-        """Return the kinds of these executions in one round trip; a missing execution is left out."""
-        executions = [
-            validate.validate_execution_id(execution)
-            for execution in validate.validate_iterable("execution_ids", execution_ids)
-        ]
-        found = await load_each(self.runtime, Payload, ((name,) for name in executions))
-        return {payload.execution_id: payload.execution_kind for payload in found if payload is not None}
+    async def read_input(self, execution_id: str) -> views.ExecutionInput:
+        """Return the input of an execution, its kind and its policy."""
+        payload = await load_one(self.runtime, Payload, validate.validate_execution_id(execution_id))
+        if payload is None:
+            raise errors.NotFound("execution", execution_id=execution_id)
+        return views.execution_input(payload)
 
     async def read_current_attempt_index(self, execution_id: str) -> int:
         """Return the index of the latest attempt; 0 before the first claim."""
@@ -331,71 +340,6 @@ class ReadOperations:
         found = [row.execution_id for row in rows[:size]]
         return ExecutionPage(found, found[-1] if len(rows) > size else None)
 
-    async def search_executions(
-        self,
-        *,
-        namespace: str | None = None,
-        lane_id: str | None = None,
-        public_state: PublicState | str | None = None,
-        flow_id: str | None = None,
-        created_from: int | None = None,
-        created_before: int | None = None,
-        tag: tuple[str, str] | None = None,
-        cursor: str | None = None,
-        limit: int = 50,
-    ) -> SnapshotPage:
-        """List executions of all partitions that match every filter, by id, after the cursor."""
-        where: list[Where] = []
-        if namespace is not None:
-            where.append(Where("namespace", "=", validation.text("namespace", namespace)))
-        if lane_id is not None:
-            where.append(Where("lane_id", "=", validate.validate_lane_id(lane_id)))
-        if public_state is not None:
-            where.append(Where("public_state", "=", _public_state(public_state)))
-        if flow_id is not None:
-            where.append(Where("flow_id", "=", validate.optional_uuid("flow_id", flow_id)))
-        if created_from is not None:
-            where.append(Where("created_at", ">=", validation.instant_ms("created_from", created_from)))
-        if created_before is not None:
-            where.append(Where("created_at", "<", validation.instant_ms("created_before", created_before)))
-        label = None if tag is None else _tag(tag)
-        if label is not None:
-            where.append(Where("tags", "set"))
-        page_size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
-        scan_size = page_size + 1 if label is None else MAX_PAGE + 1
-        found: list[Execution] = []
-        after: tuple[Any, ...] | None = None if cursor is None else (validate.validate_execution_id(cursor),)
-        while page_size:  # no index serves this, and a tag is looked for in what the other filters leave over
-            scan = Scan(Execution, tuple(where), ("execution_id",), after, scan_size)
-            read = await self.runtime.search(scan, SEARCH_BUDGET)
-            found += [
-                row for row in read.rows if label is None or tag_rules.decode_tags(row.tags).get(label[0]) == label[1]
-            ]
-            if (after := read.after) is None or len(found) > page_size:
-                break
-        page = [views.execution_snapshot(row) for row in found[:page_size]]
-        return SnapshotPage(page, page[-1].execution_id if len(found) > page_size and page else None)
-
-    async def find_executions(
-        self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
-    ) -> IdMatches:
-        """Find executions by a prefix of their id, in some namespaces or in all.
-
-        The partition may be omitted: 86:019a9f3c and 019a9f3c match {fp:86}:019a9f3c. Each partition is one range scan
-        of the id index.
-        """
-        size = validation.integer("limit", limit, least=1, most=MAX_MATCHES)
-        prefixes = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.runtime.partitions))
-        where: tuple[Where, ...] = (Where("execution_id", "starts", prefixes),)
-        if namespaces is not None:
-            names = validate.validate_iterable("namespaces", namespaces)
-            where += (Where("namespace", "in", tuple(validation.text("namespaces", name) for name in names)),)
-        rows = await self.runtime.scan(
-            Scan(Execution, where, ("execution_id",), limit=size + 1, limit_by="execution_id")
-        )
-        found = [row.execution_id for row in rows]
-        return IdMatches(found[:size], len(found) > size)
-
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 50) -> LanePage:
         """List the lanes that ever had an execution, ascending."""
         after = None if cursor is None else validate.validate_lane_id(cursor)
@@ -459,36 +403,130 @@ class ReadOperations:
         rows = (await self.runtime.load(reads)).rows
         return row(rows), payload(rows)
 
+    async def search_executions(
+        self,
+        *,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        kind: str | None = None,
+        public_state: PublicState | str | Sequence[PublicState | str] | None = None,
+        lane_id: str | None = None,
+        tag: tuple[str, str] | None = None,
+        flow_id: str | None = None,
+        parent_id: str | None = None,
+        worker_instance_id: str | None = None,
+        error: str | None = None,
+        created_from: int | None = None,
+        created_before: int | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> ExecutionListPage:
+        """List executions of all partitions that match every filter, newest first, after the cursor.
+
+        A page that is not full and has a cursor is incomplete: what matches is rarer than one call reads.
+        """
+        wanted = validate_filter(
+            namespace=namespace,
+            namespaces=namespaces,
+            kind=kind,
+            public_state=public_state,
+            lane_id=lane_id,
+            tag=tag,
+            flow_id=flow_id,
+            parent_id=parent_id,
+            worker_instance_id=worker_instance_id,
+            error=error,
+            created_from=created_from,
+            created_before=created_before,
+        )
+        return await self.execution_search.search(wanted, cursor, limit)
+
+    async def list_children(
+        self, execution_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> ExecutionListPage:
+        """List the executions whose parent this is, oldest first, after the cursor."""
+        return await self.execution_search.list_children(execution_id, cursor=cursor, limit=limit)
+
+    async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
+        """Return the kinds of these executions in one round trip; a missing execution is left out."""
+        return await self.execution_search.read_kinds(execution_ids)
+
+    async def find_executions(
+        self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
+    ) -> IdMatches:
+        """Find executions by a prefix of their id, in some namespaces or in all.
+
+        The partition may be omitted: 86:019a9f3c and 019a9f3c match {fp:86}:019a9f3c. Each partition is one range scan
+        of the id index.
+        """
+        return await self.execution_search.find_executions(prefix, namespaces=namespaces, limit=limit)
+
+    async def read_levels(self) -> Levels:
+        """Return how many executions of each lane wait, run, sleep and are blocked, and how many workers serve it.
+
+        They are counted through indexes, up to a bound: a count that equals it means at least that many.
+        """
+        return await self.overview.read_levels()
+
+    async def list_worker_executions(
+        self,
+        worker_instance_id: str,
+        *,
+        namespaces: Sequence[str] | None = None,
+        limit: int = 100,
+    ) -> ExecutionListPage:
+        """List the executions whose lease a worker instance holds, the first to expire first."""
+        return await self.overview.list_worker_executions(worker_instance_id, namespaces=namespaces, limit=limit)
+
+    async def read_spending(self, execution_id: str) -> list[Spending]:
+        """List what an execution has spent and reserved, by budget and dimension."""
+        return await self.overview.read_spending(execution_id)
+
+    async def list_spenders(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE, cursor: str | None = None, limit: int = 100
+    ) -> SpendingPage:
+        """List who has spent from a budget since its last reset, by execution and dimension, after the cursor."""
+        return await self.overview.list_spenders(budget_id, namespace=namespace, cursor=cursor, limit=limit)
+
+    async def list_quotas(
+        self, *, namespace: str = DEFAULT_NAMESPACE, cursor: str | None = None, limit: int = 50
+    ) -> QuotaPage:
+        """List the quota policies of a namespace by id, with what they admit and who holds their slots."""
+        return await self.overview.list_quotas(namespace=namespace, cursor=cursor, limit=limit)
+
+    async def list_events(
+        self,
+        *,
+        topics: Sequence[Topic | str] = tuple(Topic),
+        namespaces: Sequence[str] | None = None,
+        before: int | None = None,
+        limit: int = 50,
+    ) -> EventPage:
+        """List past events, newest first, before a position; renewals of leases are left out.
+
+        A page that is not full and has a next position is incomplete: few of the events that were read belong to these
+        topics and namespaces.
+        """
+        return await self.overview.list_events(topics=topics, namespaces=namespaces, before=before, limit=limit)
+
 
 def _outcome(row: Execution, result: Result | None) -> ExecutionOutcome:
     succeeded = row.terminal_outcome is TerminalOutcome.SUCCESS  # then a stored reason is of an earlier attempt
     return ExecutionOutcome(
         row.execution_id,
         row.terminal_outcome,
-        result.payload if result else None,
-        result.encoding if result else None,
+        result.payload if result and succeeded else None,
+        result.encoding if result and succeeded else None,
         None if succeeded else row.failure_reason or row.cancellation_reason,
         row.namespace,
+        read_failure(result.payload) if result and result.is_failure else None,
     )
-
-
-def _tag(pair: object) -> tuple[str, str]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise errors.InvalidInput("tag: not a pair of key and value")
-    return validation.text("tag", pair[0]), validation.text("tag", pair[1])
 
 
 def _expired_cursor(pair: object) -> tuple[int, str]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise errors.InvalidInput("after: not a pair of instant and execution id")
     return validation.instant_ms("after", pair[0]), validate.validate_execution_id(pair[1])
-
-
-def _public_state(value: PublicState | str) -> PublicState:
-    try:
-        return PublicState(value)
-    except ValueError:
-        raise errors.InvalidInput(f"public_state: {validation.preview(value)} is no state") from None
 
 
 def _history_entry(feed_event: FeedEvent) -> HistoryEntry:
@@ -506,4 +544,6 @@ def _history_entry(feed_event: FeedEvent) -> HistoryEntry:
         }
     elif event.lease == "replay_initiated":
         fields = {name: details[name] for name in ("replay_count", "replay_type")}
+    elif "unread" in details:
+        fields["unread"] = details["unread"]
     return HistoryEntry(event.lease or "", feed_event.at, fields)

@@ -18,7 +18,7 @@ from flowfabric.cursors import decode_cursor
 from flowfabric.engine.runtime.read_set import ReadSet, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import stream_topic, wait_for_wakeup
-from flowfabric.engine.streams.frame_writer import FrameWriter
+from flowfabric.engine.streams.frame_batches import FrameWriter
 from flowfabric.engine.streams.read_limiter import StreamReadLimiter
 from flowfabric.engine.streams.subscription import LegacyCompletions, N, Subscription
 from flowfabric.engine.validation import execution as validate

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine.durable.approvals import ApprovalInbox, ApprovalPage
 from flowfabric.engine.operations.pages import SuspendedEntry, SuspendedPage, WaitpointPage
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.pending_rows import RootQueues
@@ -17,7 +18,7 @@ from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import suspension as validate_suspension
 from flowfabric.handles import Handle, HandleFields, HandleKind
 from flowfabric.model.execution import Execution
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.suspension import NO_TIMEOUT, IdempotencyRecord, Signal, Suspension, Waitpoint
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
@@ -85,6 +86,7 @@ class ConditionAlreadySatisfied(msgspec.Struct, frozen=True):
 class SuspensionOperations:
     """Operations on suspensions, waitpoints and signals."""
 
+    approval_inbox: ApprovalInbox
     runtime: Runtime
     signing_keys: SigningKeys
     root_queues: RootQueues
@@ -115,7 +117,7 @@ class SuspensionOperations:
 
     async def close_waitpoint(self, waitpoint_id: str, reason: str = PROACTIVE) -> bool:
         """Close a waitpoint without resuming the execution that waits on it; True if it was open."""
-        identity = validate_suspension.validate_waitpoint_id(waitpoint_id)
+        identity = validate.parse_uuid("waitpoint_id", waitpoint_id)
         reason = validation.text("reason", reason) or PROACTIVE
         found = await load_one(self.runtime, Waitpoint, identity)
         if found is None:
@@ -145,7 +147,7 @@ class SuspensionOperations:
         """List the open waitpoints of an execution by id, without their tokens."""
         execution = validate.validate_execution_id(execution_id)
         size = DEFAULT_PAGE if limit is None else max(1, min(validation.integer("limit", limit), MAX_PAGE))
-        position = (execution, "" if after is None else validate_suspension.validate_waitpoint_id(after))
+        position = (execution, "" if after is None else validate.parse_uuid("waitpoint_id", after))
         reads = ReadSet()
         row, suspension = reads.one(Execution, execution), reads.one(Suspension, execution)
         loaded = await self.runtime.load(reads)
@@ -167,7 +169,7 @@ class SuspensionOperations:
     ) -> waitpoint_tokens.WaitpointToken | None:
         """Return the token of an open waitpoint; None if there is no such waitpoint."""
         index = validate.validate_flow_partition(partition, self.runtime.partitions)
-        found = await load_one(self.runtime, Waitpoint, validate_suspension.validate_waitpoint_id(waitpoint_id), index)
+        found = await load_one(self.runtime, Waitpoint, validate.parse_uuid("waitpoint_id", waitpoint_id), index)
         if found is None:
             return None
         reads = ReadSet()
@@ -202,7 +204,7 @@ class SuspensionOperations:
             self.signing_keys.unseal_loaded_keys(keys(loaded.rows)),
             presented,
             execution_id=execution,
-            waitpoint_id=validate_suspension.validate_waitpoint_id(waitpoint_id),
+            waitpoint_id=validate.parse_uuid("waitpoint_id", waitpoint_id),
             now=loaded.now,
         )
         return refused is None
@@ -258,7 +260,7 @@ class SuspensionOperations:
         return await self.deliver_signal(
             SignalArgs(
                 execution_id=execution,
-                waitpoint_id=validate_suspension.validate_waitpoint_id(waitpoint_id),
+                waitpoint_id=validate.parse_uuid("waitpoint_id", waitpoint_id),
                 signal_id=self.runtime.minter.uuid(),
                 signal_name=signal_name,
                 signal_category="approval",
@@ -467,6 +469,23 @@ class SuspensionOperations:
         following = await self.runtime.scan(msgspec.structs.replace(scan, where=where, limit=1))
         return (following[0].due_at, cursor) if following else None
 
+    async def list_approvals(
+        self,
+        *,
+        execution_id: str | None = None,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> ApprovalPage:
+        """List what executions, or this one, ask people, the first to time out first, after the cursor.
+
+        `limit` is the number of executions that are read; some of them may have ended, and ask nobody.
+        """
+        return await self.approval_inbox.list_approvals(
+            execution_id=execution_id, namespace=namespace, namespaces=namespaces, cursor=cursor, limit=limit
+        )
+
 
 def _validate_suspend(args: SuspendArgs) -> SuspendArgs:
     args = validate_suspension.validate_suspend(args)
@@ -476,7 +495,7 @@ def _validate_suspend(args: SuspendArgs) -> SuspendArgs:
 
 
 def _read_waitpoint(reads: ReadSet, execution_id: ids.ExecutionId, waitpoint_id: str) -> One[Waitpoint]:
-    identity = validate_suspension.validate_waitpoint_id(waitpoint_id)
+    identity = validate.parse_uuid("waitpoint_id", waitpoint_id)
     return reads.one(Waitpoint, identity, ids.partition_of(execution_id))
 
 

@@ -10,19 +10,23 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+import msgspec
+
 from flowfabric import errors
 from flowfabric.engine.flows.bulk_cancel import load_readable
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.read_set import ReadSet, load_each
+from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_many
 from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.event_loop import start_task
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Edge, Flow, FlowMember
+from flowfabric.model.stream import Stream
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules import retention
 from flowfabric.rules.decision import Decision
+from flowfabric.stores.catalog import TABLE, key_of
 from flowfabric.stores.queries import Scan, Where
 
-WAITPOINTS_PAGE = 1000
 EDGES_PAGE = 500
 MEMBERS_PAGE = 200
 MAX_REMEMBERED_MEMBERS = 1000
@@ -34,8 +38,8 @@ class Purger:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._members_left: dict[str, str] = {}  # by flow: a member that the last check found
-        self._flow_checks: dict[str, asyncio.Task[bool]] = {}  # by flow: the check that concurrent purges share
+        self._members_left: dict[str, str] = {}  # the member that the last check of a flow found
+        self._flow_checks: dict[str, asyncio.Task[bool]] = {}  # concurrent purges of a flow share its check
 
     async def purge_execution(self, execution_id: str, default_retention_ms: int | None) -> bool:
         """Purge an ended execution whose retention is over, with everything it owns; True if it was purged.
@@ -43,7 +47,10 @@ class Purger:
         Its flow is purged as well if no other member is left; the answer does not say so.
         """
         flows: set[str] = set()
-        purged = await self._purge_rows(execution_id, default_retention_ms, flows)
+        while True:
+            purged = await self._purge_rows(execution_id, default_retention_ms, flows)
+            if isinstance(purged, bool):
+                break
         if purged:
             for flow_id in flows:
                 await self._check_flow(flow_id)
@@ -52,16 +59,30 @@ class Purger:
     async def purge_flow(self, flow_id: str) -> bool:
         """Purge a flow without remaining members, with its member list, edges, joins and summary."""
         reads = ReadSet()
-        flow, remaining = reads.one(Flow, flow_id), reads.more_one(retention.RemainingMember)
+        flow, remaining = reads.one(Flow, flow_id), reads.more_many(retention.RemainingMember)
+        owned = reads.more_many(retention.OwnedRow)
+        checked: int | None = None  # the revision of the flow when it had no member left; adding one changes it
 
         async def load_remaining(rows: Rows) -> Rows:
-            return [[await self._find_remaining(flow_id)]] if flow(rows) is not None else [[]]
+            nonlocal checked
+            found = flow(rows)
+            if found is None:
+                return [[], []]
+            if found.revision != checked:
+                if (member := await self._find_remaining(flow_id)) is not None:
+                    return [[member], []]
+                checked = found.revision
+            tables = retention.FLOW_PAGED if self.runtime.store.deletes_in_pages else ()
+            return [[], await self._name_rows(tables, flow_id)]
 
-        return await self.runtime.decide_and_commit(
-            reads,
-            lambda rows, now: retention.purge_flow(flow(rows), remaining(rows), now),
-            load_more=load_remaining,
-        )
+        def decide(rows: Rows, now: int) -> Decision[bool | retention.RowsRemain]:
+            member = next(iter(remaining(rows)), None)
+            return retention.purge_flow(flow(rows), member, now, owned(rows))
+
+        while True:
+            purged = await self.runtime.decide_and_commit(reads, decide, load_more=load_remaining)
+            if isinstance(purged, bool):
+                return purged
 
     async def _find_remaining(self, flow_id: str) -> retention.RemainingMember | None:
         """Return a member that still exists. The one that the last check found usually does."""
@@ -93,7 +114,7 @@ class Purger:
         """Purge the flow of a purged member if no other is left; after a failure, the sweep does it."""
         check = self._flow_checks.get(flow_id)
         if check is None:
-            check = self._flow_checks[flow_id] = asyncio.create_task(self._purge_checked_flow(flow_id))
+            check = self._flow_checks[flow_id] = start_task(self._purge_checked_flow(flow_id))
         try:
             await asyncio.shield(check)
         except errors.FabricError as fault:
@@ -104,38 +125,46 @@ class Purger:
         del self._flow_checks[flow_id]
         return await self.purge_flow(flow_id)
 
-    async def _purge_rows(self, execution: str, default: int | None, flows: set[str]) -> bool:
-        purged = await self._decide_purge(execution, None, default, flows)
-        if isinstance(purged, bool):
-            return purged
-        waitpoint_ids: list[str] = []
-        where, order = (Where("execution_id", "=", execution),), ("execution_id", "waitpoint_id")
-        while True:
-            after = (execution, waitpoint_ids[-1]) if waitpoint_ids else None
-            page = await self.runtime.scan(Scan(Waitpoint, where, order, after, WAITPOINTS_PAGE))
-            waitpoint_ids += [waitpoint.waitpoint_id for waitpoint in page]
-            if len(page) < WAITPOINTS_PAGE:
-                break
-        return await self._decide_purge(execution, waitpoint_ids, default, flows) is True
-
-    async def _decide_purge(
-        self, execution_id: str, waitpoint_ids: list[str] | None, default_ms: int | None, flows: set[str]
-    ) -> bool | retention.NeedsWaitpoints:
-        """Purge an execution; `flows` collects the flow that it was a member of."""
+    async def _purge_rows(
+        self, execution_id: str, default_ms: int | None, flows: set[str]
+    ) -> bool | retention.RowsRemain:
+        """Purge an execution, or the first of its rows; `flows` collects the flow that it was a member of."""
         reads = ReadSet()
-        execution, others = reads.one(Execution, execution_id), reads.more_many(Execution)
+        execution = reads.one(Execution, execution_id)
+        others, streams = reads.more_many(Execution), reads.more_many(Stream)
+        owned = reads.more_many(retention.OwnedRow)
 
-        def decide(rows: Rows, now: int) -> Decision[bool | retention.NeedsWaitpoints]:
+        def decide(rows: Rows, now: int) -> Decision[bool | retention.RowsRemain]:
             row = execution(rows)
             if row is not None and row.flow_id is not None:
                 flows.add(row.flow_id)
-            return retention.purge(row, now, waitpoint_ids, default_ms, others(rows))
+            return retention.purge(row, now, default_ms, others(rows), streams(rows), owned(rows))
 
         async def load_others(rows: Rows) -> Rows:
             row = execution(rows)
-            return [[] if row is None else await self._load_retaining(row)]
+            if row is None:
+                return [[], [], []]
+            streams = [] if row.stream_index is None else await load_many(self.runtime, Stream, execution_id)
+            tables = retention.tables_to_name(row, self.runtime.store.deletes_in_pages)
+            return [
+                await self._load_retaining(row),
+                streams,
+                await self._name_rows(tables, execution_id),
+            ]
 
         return await self.runtime.decide_and_commit(reads, decide, load_more=load_others)
+
+    async def _name_rows(self, tables: Iterable[type[msgspec.Struct]], owner_id: str) -> list[retention.OwnedRow]:
+        """Name rows of these tables, one more than a change deletes if there are that many."""
+        named: list[retention.OwnedRow] = []
+        for table in tables:
+            limit = retention.MAX_PURGED_ROWS + 1 - len(named)
+            owner = "execution_id" if table is Waitpoint else TABLE[table].key[0]
+            rows = await self.runtime.scan(Scan(table, (Where(owner, "=", owner_id),), (owner,), limit=limit))
+            named += [retention.OwnedRow(table, key_of(row)) for row in rows]
+            if len(named) > retention.MAX_PURGED_ROWS:
+                break
+        return named
 
     async def _load_retaining(self, row: Execution) -> list[Execution]:
         """Load the executions that may still need this one; of very many, only until one is found that does."""

@@ -18,10 +18,10 @@ import msgspec
 
 from flowfabric.clock import StoreClockEstimate
 from flowfabric.engine.metrics.completions import CompletionMetrics
-from flowfabric.engine.metrics.registry import Metrics
+from flowfabric.engine.metrics.recorder import Metrics
 from flowfabric.engine.runtime.commit_queue import CommitQueue
-from flowfabric.engine.runtime.wakeups import Wakeups, due_topic, lane_topic, queues_written, topics_of
-from flowfabric.model.change import Change, Delete, Patch, RowTemplate
+from flowfabric.engine.runtime.wakeups import AWAITED_ROWS, Wakeups, due_topic, lane_topic, queues_written, topics_of
+from flowfabric.model.change import Change, Delete, Insert, Patch, RowTemplate
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.instant import FromNow
 from flowfabric.model.states import LifecyclePhase, OwnershipState
@@ -68,19 +68,31 @@ class AfterCommit:
 
     def publish_commit(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Update the caches, wake waiting tasks and call the listeners for a committed change."""
-        self.publish_commits(((change, rows),), committed_at)
+        if self._is_unobserved(change):
+            self.estimate.update(committed_at)
+        else:
+            self.publish_commits(((change, rows),), committed_at)
 
     def publish_commits(self, written: Sequence[tuple[Change, Rows]], committed_at: int) -> None:
         """Do the same for changes that were committed together."""
         self.estimate.update(committed_at)
         for change, rows in written:
             self._update_caches(change, rows, committed_at)
-        if completed := [(change, first(first(rows))) for change, rows in written if change.template is not None]:
+        if completed := [(change, first_row(rows)) for change, rows in written if change.template is not None]:
             self._record_templates(completed, committed_at)
         self._wake_waiters([change for change, _ in written])
         for change, rows in written:
             for listener in self._listeners_of(change):
                 listener(change, rows)
+
+    def _is_unobserved(self, change: Change) -> bool:
+        """True for a change that only inserts a row for which nobody waits, as the record of a step does."""
+        if change.events or change.template is not None or change.queues or self.commit_queue.in_doubt_changes:
+            return False
+        if len(change.writes) != 1 or type(insert := change.writes[0]) is not Insert:
+            return False
+        row = type(insert.row)
+        return not (row in AWAITED_ROWS or row in self.next_sweep_at or row in self.write_listeners)
 
     def _update_caches(self, change: Change, rows: Rows, committed_at: int) -> None:
         """Update caches and metrics from the writes and events of a change, its template aside."""
@@ -131,7 +143,8 @@ class AfterCommit:
         kinds: dict[Any, None] = {} if change.template is None else {change.template.row: None}
         for write in change.writes:
             kinds[write.row if type(write) is Patch or type(write) is Delete else type(write.row)] = None
-        groups = [by_row[kind] for kind in kinds if kind in by_row]
+        if not (groups := [by_row[kind] for kind in kinds if kind in by_row]):
+            return ()
         return tuple(groups[0]) if len(groups) == 1 else dict.fromkeys(one for group in groups for one in group)
 
     def publish_completions(self, completions: Sequence[tuple[Change, Execution]], committed_at: int) -> None:
@@ -170,9 +183,10 @@ class AfterCommit:
             self.commit_queue.notified_changes.clear()
         notified: set[str] = set()
         for change in changes:
-            queues = queues_written(change)
+            if not (queues := queues_written(change)):
+                continue
             topics = {lane_topic(queue.lane_id) for queue in queues}
-            if not topics or not (topics <= notified or any(map(self.wakeups.subscriber_count, topics))):
+            if not (topics <= notified or any(map(self.wakeups.subscriber_count, topics))):
                 continue
             if all(self._is_claimed_blindly(queue) for queue in queues):
                 self.commit_queue.notified_changes.add(change.id)
@@ -225,9 +239,10 @@ class AfterCommit:
             row: Any = write.row if type(write) is Patch else type(write.row)
             for column, planned_at in self.next_sweep_at.get(row, NOTHING).items():
                 instant = write.fields.get(column) if type(write) is Patch else getattr(write.row, column)
-                if isinstance(instant, FromNow):
+                if type(instant) is FromNow:
                     instant = committed_at + instant.offset
-                self._wake_sweep_before(row, column, instant, planned_at)
+                if instant is not None:
+                    self._wake_sweep_before(row, column, instant, planned_at)
 
     def _wake_sweep_before(self, row: RowClass, column: str, instant: int | None, planned_at: int) -> None:
         if instant is not None and instant < planned_at:
@@ -254,7 +269,7 @@ class AfterCommit:
             self.cache_leased_row(apply_patch(row, fields, revision, committed_at))
 
     def cache_leased_row(self, row: Execution) -> None:
-        """Cache a leased row: while the lease is live, nobody else changes it unnoticed."""
+        """Cache a leased row: while the lease is live, every change of it by another process is noticed."""
         if row.lifecycle_phase is not _ACTIVE or row.ownership_state is not _LEASED:
             return
         cached = self._lease_cache
@@ -267,9 +282,9 @@ class AfterCommit:
         return any(map(affects_others, self._lease_cache.values()))
 
 
-def first(rows: Sequence[Any]) -> Any:
-    """Return the row of a read by full key; None if there is none."""
-    return rows[0] if rows else None
+def first_row(rows: Rows) -> Any:
+    """Return the row that a decision is about: the first one that was loaded for it; None if there is none."""
+    return rows[0][0] if rows and rows[0] else None
 
 
 def execution_among(execution_id: str, rows: Rows) -> Execution | None:

@@ -20,22 +20,20 @@ from typing import Any
 from flowfabric import errors
 from flowfabric.batcher import Batcher
 from flowfabric.engine.runtime.wakeups import LANE_PREFIX, executions_enqueued, topics_of
+from flowfabric.event_loop import start_task
 from flowfabric.model.change import Change, Delete, Patch, Upsert
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claims import ClaimRequest, CommitAndClaimResult
+from flowfabric.stores.codec import READ_KEY
 from flowfabric.stores.port import Store
 from flowfabric.stores.verdicts import Unstorable, Verdict
 
 CommitResult = int | None | errors.FabricError
 
 
-def _key_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda row: tuple(getattr(row, name) for name in names)
-
-
-AGGREGATE_ROOT_KEYS = {row: _key_of(table.key) for row, table in TABLE.items() if table.is_aggregate_root}
-MAX_BATCH_ROWS = 500  # if commits run side by side: the rest goes with the other one
+AGGREGATE_ROOT_KEYS = {row: READ_KEY[row] for row, table in TABLE.items() if table.is_aggregate_root}
+MAX_BATCH_ROWS = 500  # rows of a batch if commits run concurrently: the next batch has the rest
 MAX_IN_DOUBT_CHANGES = 1000
 
 
@@ -82,7 +80,7 @@ class CommitQueue:
         """`wake_claims` wakes the claims of this process that wait for lanes where these changes enqueue work.
 
         If the store executes operations in the order they are sent, it is called when a batch is sent, so that the
-        claims are executed right after it. Otherwise it is called when the batch is written, before its callers go on.
+        claims are executed right after it. Otherwise it is called when the batch is written, before its callers resume.
         """
         self._store = store
         self._wake_claims = wake_claims
@@ -110,7 +108,7 @@ class CommitQueue:
 
     def send_batch(self, changes: Sequence[Change]) -> asyncio.Task[list[CommitResult]]:
         """Write a batch that the caller put together, at once; a change that fails does not fail the others."""
-        sending = asyncio.create_task(self._commit(changes))
+        sending = start_task(self._commit(changes))
         self._sent.add(sending)
         sending.add_done_callback(self._sent.discard)
         return sending
@@ -199,7 +197,7 @@ class CommitQueue:
             ):
                 self.in_doubt_changes.update(change.id for change in changes)
             return [error] * len(changes)
-        except Exception as bug:  # every caller of the batch gets it, and the queue goes on
+        except Exception as bug:  # every caller of the batch gets it, and the queue continues
             return [_bug(bug)] * len(changes)
         if self.pending_topics and int in map(type, verdicts):
             self.pending_topics -= topics

@@ -14,6 +14,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.event_loop import start_task
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.text import pluralize
@@ -42,7 +43,7 @@ class OutboxRelay:
         ]
         if not messages:
             return
-        task = asyncio.create_task(self._deliver_now(messages))
+        task = start_task(self._deliver_now(messages))
         self._deliveries.add(task)
         task.add_done_callback(self._deliveries.discard)
 

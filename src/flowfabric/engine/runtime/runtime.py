@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.after_commit import AfterCommit, Rows, execution_among
+from flowfabric.engine.runtime.after_commit import AfterCommit, Rows, execution_among, first_row
 from flowfabric.engine.runtime.load_queue import LoadQueue
 from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.handles import Handle, HandleFields, open_handle
@@ -30,7 +30,7 @@ from flowfabric.rules.flow.successors import succeeded_upstream
 from flowfabric.settings import Settings
 from flowfabric.stores.catalog import TABLE, key_of
 from flowfabric.stores.port import Store
-from flowfabric.stores.queries import Loaded, Read, Scan, SearchPage
+from flowfabric.stores.queries import Loaded, Read, Scan, Search, SearchPage
 
 A = TypeVar("A")
 _RANDOM = random.SystemRandom()  # the application's own generator is left alone
@@ -110,13 +110,19 @@ class Runtime(AfterCommit):
         """Return the rows of a scan."""
         return await self.retry_while_unavailable(lambda: self.store.scan(scan))
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        """Return rows of a list that no index serves; the store reads at most `budget` rows."""
-        return await self.retry_while_unavailable(lambda: self.store.search(scan, budget))
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        """Return the kinds of executions by id; a missing execution is left out."""
+        if not execution_ids:
+            return {}
+        return await self.retry_while_unavailable(lambda: self.store.kinds(execution_ids))
+
+    async def search(self, search: Search) -> SearchPage:
+        """Return executions that meet the conditions, newest first; the store reads at most the search's budget."""
+        return await self.retry_while_unavailable(lambda: self.store.search(search))
 
     async def decide_and_commit(
         self,
-        reads: Sequence[Read],
+        reads: Sequence[Read] | Callable[[], Sequence[Read]],
         decide: Callable[[Rows, int], Decision[A]],
         *,
         assumed_rows: Rows | None = None,
@@ -125,50 +131,59 @@ class Runtime(AfterCommit):
     ) -> A:
         """Decide and commit until the rule has answered on rows that were still current at the commit.
 
-        `assumed_rows` are rows to decide on first without a load: a leased row, or the absence of a row to create.
+        `assumed_rows` are rows to decide on first without a load: a leased row, or the absence of a row to create. They
+        are mostly current; where that matters, `reads` is a function, which is called before a load.
         `unknown_outcomes` are earlier changes of the same call whose replies were lost; if one turns out to be written,
         its answer is returned. `load_more` loads further rows, depending on those that were loaded first.
         """
         rows, now, conflicts = assumed_rows, self.estimate.now(), 0
-        fresh, backoff = False, StoreBackoff()
+        fresh, backoff = False, None
         unknown = {lost.change.id: lost for lost in unknown_outcomes} if unknown_outcomes else {}
-        while True:
-            if rows is None:
-                loaded = await self.load(reads)
-                rows, now, fresh = loaded.rows, loaded.now, True
-                if unknown and (found := _find_by_revision(unknown, rows) or await self._find_evidence(unknown, rows)):
-                    written, committed_at = found
-                    self.publish_commit(written.change, written.rows, committed_at or now)
-                    answer: A = written.decision.unwrap(committed_at or now)
-                    return answer
-                if load_more is not None:
-                    rows = rows + await load_more(rows)
-            decision = decide(rows, now)
-            if not fresh and (decision.change is None or isinstance(decision.answer, errors.FabricError)):
-                rows = None  # a refusal, or "nothing to do", is never decided on assumed rows
-                continue
-            if decision.change is None:
-                return decision.unwrap(now)
-            change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
-            if not conflicts and self.release_inliner is not None:
-                upstream = succeeded_upstream(change, rows[0][0] if rows and rows[0] else None)
-                if upstream is not None:
-                    change = await self.release_inliner.inline_release(change, upstream)
-            try:
-                committed = await self.commit_queue.add(change)
-            except errors.StoreUnavailable as lost:
-                await backoff.sleep_or_raise()
-                if not lost.in_doubt:
-                    continue  # nothing was written, and the rows may still be current
-                unknown[change.id] = UnknownOutcome(change, decision, rows)
-                committed = None
-            if committed is not None:
-                self.publish_commit(change, rows, committed)
-                return decision.unwrap(committed)
-            conflicts += fresh
-            if conflicts > 2:  # a hot root: let other writers finish
-                await asyncio.sleep(self.random() * min(0.1, 0.002 * 2 ** min(conflicts, 10)))
-            rows = None
+        try:
+            while True:
+                if rows is None:
+                    loaded = await self.load(reads() if callable(reads) else reads)
+                    rows, now, fresh = loaded.rows, loaded.now, True
+                    if unknown and (
+                        found := _find_by_revision(unknown, rows) or await self._find_evidence(unknown, rows)
+                    ):
+                        written, committed_at = found
+                        self.publish_commit(written.change, written.rows, committed_at or now)
+                        answer: A = written.decision.unwrap(committed_at or now)
+                        return answer
+                    if load_more is not None:
+                        rows = rows + await load_more(rows)
+                decision = decide(rows, now)
+                if not fresh and (decision.change is None or isinstance(decision.answer, errors.FabricError)):
+                    rows = None  # a refusal, or "nothing to do", is never decided on assumed rows
+                    continue
+                if decision.change is None:
+                    return decision.unwrap(now)
+                change = msgspec.structs.replace(decision.change, id=self.minter.change_id())
+                if (change.events or change.template) and not conflicts and self.release_inliner is not None:
+                    upstream = succeeded_upstream(change, first_row(rows))
+                    if upstream is not None:
+                        change = await self.release_inliner.inline_release(change, upstream)
+                try:
+                    committed = await self.commit_queue.add(change)
+                except errors.StoreUnavailable as lost:
+                    backoff = backoff or StoreBackoff()
+                    await backoff.sleep_or_raise()
+                    if not lost.in_doubt:
+                        continue  # nothing was written, and the rows may still be current
+                    unknown[change.id] = UnknownOutcome(change, decision, rows)
+                    committed = None
+                if committed is not None:
+                    self.publish_commit(change, rows, committed)
+                    return decision.unwrap(committed)
+                conflicts += fresh
+                if conflicts > 2:  # a hot root: let other writers finish
+                    await asyncio.sleep(self.random() * min(0.1, 0.002 * 2 ** min(conflicts, 10)))
+                rows = None
+        except errors.StoreUnavailable as away:
+            if unknown and not away.in_doubt:
+                raise away.with_unknown_outcome() from away
+            raise
 
     def decide_execution(
         self, execution_id: str, decide: Callable[[Execution | None, int], Decision[A]], *, use_cache: bool = False
@@ -191,7 +206,7 @@ class Runtime(AfterCommit):
         A root that nobody has written since the decision proves that the change was not written.
         """
         for lost in unknown.values():
-            change = lost.change if lost.change.template is None else expand(lost.change, lost.rows[0][0])
+            change = lost.change if lost.change.template is None else expand(lost.change, first_row(lost.rows))
             if _is_unwritten(change, rows):
                 continue
             if change.events and (event := await self._stored_event(change.events[0], lost.rows)) is not None:

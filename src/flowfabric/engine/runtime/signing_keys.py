@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.after_commit import Rows
+from flowfabric.engine.runtime.read_set import ReadSet, load_many
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import UNREADABLE_SECRET, SecretBox
 from flowfabric.model.change import Change, Delete, Guard, Upsert
-from flowfabric.model.signing_key import Keystore, SigningKey
+from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.security import keystore
 from flowfabric.rules.security.signed_handle import HandleKeys, handle_keys
-from flowfabric.stores.queries import Read
 
 KEY_CACHE_S = 0.5
-SIGNING_KEYS = Read(SigningKey, (0,))
+A = TypeVar("A")
 KEYSTORE = ReadSet()
-_ROOT = KEYSTORE.one(Keystore, 0)
-_KEYS = KEYSTORE.many(SigningKey, 0)
+_ROOT = KEYSTORE.one(Keystore, 0)  # a change of keys guards this row
+KEYS = KEYSTORE.many(SigningKey, 0)
 
 
 class SigningKeys:
@@ -43,16 +44,11 @@ class SigningKeys:
 
     async def find_signing_key(self, op: str) -> SigningKey | errors.FabricError:
         """Return the key that signs grants, or the reason why there is none."""
-        return keystore.grant_signer(self.unseal_loaded_keys(await self._load_keys()), op)
+        return keystore.grant_signer(self.unseal_loaded_keys(await load_many(self.runtime, SigningKey, 0)), op)
 
     async def handle_keys(self) -> HandleKeys:
         """Return the current keys with which a server signs and checks handles."""
-        return handle_keys(self.unseal_loaded_keys(await self._load_keys()))
-
-    async def _load_keys(self) -> list[SigningKey]:
-        reads = ReadSet()
-        keys = reads.many(SigningKey, 0)
-        return keys((await self.runtime.load(reads)).rows)
+        return handle_keys(self.unseal_loaded_keys(await load_many(self.runtime, SigningKey, 0)))
 
     def cached_keys(self) -> list[SigningKey] | None:
         """Return the keystore's rows if they were loaded a moment ago: good enough to sign with, not to verify.
@@ -72,13 +68,19 @@ class SigningKeys:
         opened = (self.secret_box.open(key.secret_hex, key.kid) for key in rows)
         return tuple(msgspec.structs.replace(key, secret_hex=secret) for key, secret in zip(rows, opened, strict=True))
 
-    def decided(self, rows: list[list[Any]], decision: keystore.KeyDecision) -> Decision[Any]:
+    async def change(self, rule: Callable[[tuple[SigningKey, ...], int], keystore.KeyDecision[A]]) -> A:
+        """Change the keystore as a rule decides on its keys."""
+        return await self.runtime.decide_and_commit(
+            KEYSTORE, lambda rows, now: self._decided(rows, rule(self.unseal_loaded_keys(KEYS(rows)), now))
+        )
+
+    def _decided(self, rows: Rows, decision: keystore.KeyDecision[A]) -> Decision[A]:
         if not decision.put and not decision.drop:
             return Decision(decision.answer)
         self._cached = None
         root = _ROOT(rows)
         current = next((key.kid for key in decision.put if key.current), root.current_kid if root else "")
-        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, _KEYS(rows))) for key in decision.put)
+        sealed = (msgspec.structs.replace(key, secret_hex=self._sealed(key, KEYS(rows))) for key in decision.put)
         change = Change(
             guards=(Guard(Keystore, (0,), None if root is None else root.revision),),
             writes=(

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowfabric.model.change import Change, Patch, Write
 from flowfabric.model.execution import Execution, QueueKey
+from flowfabric.model.gate import Fact, Reply, ReplyState
 from flowfabric.model.stream import Stream
 
 
@@ -93,11 +94,23 @@ def completion_topic(execution_id: str) -> str:
     return f"{COMPLETION_PREFIX}{execution_id[-8:]}"
 
 
+def fact_topic(execution_id: str) -> str:
+    """Return the topic of an execution's facts: one was set."""
+    return f"fact:{execution_id}"
+
+
+def reply_topic(execution_id: str) -> str:
+    """Return the topic of an execution's replies: one was given."""
+    return f"reply:{execution_id}"
+
+
 def due_topic(row: type, column: str) -> str:
     """Return the topic of a sweep: a row falls due before its next planned pass."""
     return f"due:{row.__name__}.{column}"
 
 
+# Rows that are queued, or that readers wait for.
+AWAITED_ROWS = frozenset({Execution, Stream, Fact, Reply})
 FEED_TOPIC = "feed"
 LANE_PREFIX = "lane:"
 COMPLETION_PREFIX = "end:"
@@ -111,21 +124,25 @@ def queues_written(change: Change) -> set[QueueKey]:
 
 
 def _collect(writes: Iterable[Write], queues: set[QueueKey], topics: set[str]) -> None:
-    """Add the queues that writes enqueue executions in, and the topics of the streams that they write."""
+    """Add the queues that writes enqueue executions in, and the topics of what readers wait for."""
     for write in writes:  # hot path, a graph has thousands of writes: types are compared, not matched
         row: Any = write.row
-        kind = type(row)
+        is_patch = type(write) is Patch
+        kind = row if is_patch else type(row)
+        if kind not in AWAITED_ROWS:
+            continue
         if kind is Execution:
-            if row.line is not None:
-                queues.add(row.line)
+            queue = write.fields.get("line") if type(write) is Patch else row.line
+            if queue is not None:
+                queues.add(queue)
         elif kind is Stream:
-            topics.add(stream_topic(row.execution_id))
-        elif type(write) is Patch:
-            if row is Execution:
-                if (queue := write.fields.get("line")) is not None:
-                    queues.add(queue)
-            elif row is Stream:
-                topics.add(stream_topic(write.key[0]))
+            topics.add(stream_topic(write.key[0] if type(write) is Patch else row.execution_id))
+        elif is_patch:
+            continue
+        elif kind is Fact:
+            topics.add(fact_topic(row.execution_id))
+        elif row.state is not ReplyState.OPEN:
+            topics.add(reply_topic(row.execution_id))
 
 
 def executions_enqueued(change: Change) -> set[str]:
@@ -143,13 +160,15 @@ def executions_enqueued(change: Change) -> set[str]:
 
 def topics_of(changes: Collection[Change]) -> set[str]:
     """Return the topics to notify of these changes."""
-    completed = [change.guards[0].key[0] for change in changes if change.template is not None]
-    events = [event for change in changes for event in change.events]
-    completed += [event.execution_id for event in events if event.outcome is not None]
-    topics = set(map(completion_topic, completed))
-    if completed or events:
-        topics.add(FEED_TOPIC)
+    topics: set[str] = set()
     queues: set[QueueKey] = set()
-    _collect([write for change in changes for write in change.writes], queues, topics)
+    for change in changes:
+        completed = [event.execution_id for event in change.events if event.outcome is not None]
+        if change.template is not None:
+            completed.append(change.guards[0].key[0])
+        if completed or change.events:
+            topics.add(FEED_TOPIC)
+            topics.update(map(completion_topic, completed))
+        _collect(change.writes, queues, topics)
     topics.update([lane_topic(queue.lane_id) for queue in queues])
     return topics

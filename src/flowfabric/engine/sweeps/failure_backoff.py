@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-MAX_FAILURES = 3  # in a row, after which an item is skipped
+MAX_FAILURES = 3  # an item that failed so often in a row is skipped
 BACKOFF_CYCLES = 10
 MAX_TRACKED = 500
 CLEANUP_EVERY_CYCLES = 50
 
 
 class FailureBackoff:
-    """Skips an item for some passes after several failures in a row; then its failures are counted anew."""
+    """Skips an item for some passes after several failures in a row; then its failures are counted from zero."""
 
     def __init__(self) -> None:
         self._cycle = 0

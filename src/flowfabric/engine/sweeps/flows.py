@@ -15,9 +15,9 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine.flows.bulk_cancel import load_readable
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import ReadSet, decide_row, load_each
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.engine.sweeps.sweeper import Sweep, SweepFilter, SweepResult
+from flowfabric.engine.sweeps.sweeper import SweepFilter, SweepResult
 from flowfabric.model.answers.flow import MemberCancelResult, SiblingReconcile
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import (
@@ -29,7 +29,6 @@ from flowfabric.model.flow import (
     PendingMemberCancel,
     PendingSiblingCancel,
 )
-from flowfabric.rules.feed import Filter
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import joins, successors
 from flowfabric.stores.queries import Scan, UnreadableRow, Where
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flowfabric.sweeper")
 
 MAX_GROUPS = 50
-MAX_EDGES_PER_GROUP = 20  # of one waiting group, resolved in one pass
-MAX_SCANNED_EDGES = 500  # of one waiting group, inspected in one pass; the next pass inspects the next ones
-MAX_UNREADABLE_GROUP_EDGES = 100_000  # of one group with an unreadable edge
+MAX_EDGES_PER_GROUP = 20  # a pass resolves at most these of one waiting group
+MAX_SCANNED_EDGES = 500  # a pass inspects at most these of one waiting group, the next pass the next ones
+MAX_UNREADABLE_GROUP_EDGES = 100_000  # this many of one group are inspected, if one of them is unreadable
 FLOWS_PAGE_SIZE = 100
 MAX_FLOW_PAGES = 5  # projected in one pass, which takes a few seconds; the next one continues behind them
 MAX_BACKLOGS = 50
@@ -96,7 +95,7 @@ def readable_page(found: Sequence[Any]) -> ReadablePage:
     """Leave out the unreadable rows of a tolerant scan, and log each of them."""
     unread = tuple(row for row in found if isinstance(row, UnreadableRow))
     for row in unread:
-        logger.error("%s cannot be read and is passed over: %s", row.sort_key, row.error)
+        logger.error("%s cannot be read and is skipped: %s", row.sort_key, row.error)
     rows = [row for row in found if not isinstance(row, UnreadableRow)] if unread else [*found]
     return ReadablePage(rows, tuple(row.sort_key for row in unread))
 
@@ -117,23 +116,6 @@ class FlowSweeps:
         self._reconciled_edges = RotatingScan(Dependency, "unfolded_at", edge)
         self._dispatches = RotatingScan(CompletionDispatch, "due_at", ("execution_id",))
         self._pass_count = 0
-
-    def sweeps(self, chosen: Filter | None = None) -> tuple[Sweep, ...]:
-        """Return these sweeps; `chosen` restricts those that act on single executions."""
-        choice = SweepFilter.of(self._engine.runtime.settings.sweeps, chosen)
-
-        def filtered(run: Callable[[SweepFilter], Awaitable[SweepResult]]) -> Callable[[int], Awaitable[SweepResult]]:
-            return lambda _: run(choice)
-
-        return (
-            Sweep("completion_dispatch", run_pass=self.dispatch_completions),
-            Sweep("dependency_reconciler", run_pass=filtered(self.reconcile_dependencies)),
-            Sweep("flow_projector", run_pass=self.project_flows, cyclic=True),
-            Sweep("flow_retention", "purge_check_at", lambda row: self._engine.purge_flow(row.flow_id), row=Flow),
-            Sweep("cancel_reconciler", run_pass=filtered(self.reconcile_cancels)),
-            Sweep("edge_cancel_dispatcher", run_pass=self.dispatch_sibling_cancels),
-            Sweep("edge_cancel_reconciler", run_pass=self.reconcile_sibling_cancels),
-        )
 
     # -- completions ----------------------------------------------------------------------------------------------
 
@@ -291,9 +273,7 @@ class FlowSweeps:
         invalid = [entry.execution_id for entry in pending if not _is_execution_id(entry.execution_id)]
         members = [entry.execution_id for entry in pending if entry.execution_id not in invalid]
         if choice.filters and members:
-            reads = ReadSet()
-            rows = reads.each(Execution, [(member,) for member in members])
-            found = rows((await self._engine.runtime.load(reads)).rows)
+            found = await load_each(self._engine.runtime, Execution, ((member,) for member in members))
             members = [member for member, row in zip(members, found, strict=True) if choice.accepts(row)]
         done = await self._engine.bulk_canceller.cancel_many(
             members[:MAX_MEMBERS_PER_BACKLOG], flow_cancel.member_reason(flow), backlog_flow_id=flow_id
@@ -312,10 +292,8 @@ class FlowSweeps:
         return await self._engine.bulk_canceller.acknowledge(flow_id, acknowledged), faults
 
     async def _drop(self, flow_id: str) -> bool:
-        reads = ReadSet()
-        backlog = reads.one(CancelBacklog, flow_id)
-        return await self._engine.runtime.decide_and_commit(
-            reads, lambda rows, _: flow_cancel.drop_backlog(backlog(rows))
+        return await decide_row(
+            self._engine.runtime, CancelBacklog, (flow_id,), lambda backlog, _: flow_cancel.drop_backlog(backlog)
         )
 
     async def dispatch_sibling_cancels(self, batch: int) -> SweepResult:

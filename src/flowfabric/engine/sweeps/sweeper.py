@@ -23,11 +23,12 @@ from typing import Any
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.read_set import decide_row, load_each
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import due_topic
 from flowfabric.engine.sweeps.failure_backoff import FailureBackoff
 from flowfabric.engine.validation import execution as validate
+from flowfabric.event_loop import finish_tasks, start_task
 from flowfabric.ids import scan_jitter
 from flowfabric.model.deployment import SweepLease
 from flowfabric.model.execution import Execution
@@ -43,7 +44,7 @@ MIN_INTERVAL_MS = 100
 MAX_DELAY_S = 30.0
 RESTART_DELAY_S = 5.0
 MAX_PAGES = 20
-LONG_PASS_SHARE = 0.05  # of its lease: after a longer pass the lease is renewed
+LONG_PASS_SHARE = 0.05  # after a pass that took a larger share of the lease, the lease is renewed
 
 
 class SweepResult(msgspec.Struct, frozen=True):
@@ -138,21 +139,16 @@ class Sweeper:
         for sweep in self.sweeps.values():
             interval = getattr(self._settings, f"{sweep.name}_ms")
             if interval > 0:
-                self._tasks.append(asyncio.create_task(self._supervise(sweep, max(interval, MIN_INTERVAL_MS))))
+                self._tasks.append(start_task(self._supervise(sweep, max(interval, MIN_INTERVAL_MS))))
 
     async def stop(self, grace_s: float = 15.0) -> int:
         """Stop after the items in progress; return how many sweeps were stopped after the grace."""
         self._stopping.set()
-        if not self._tasks:
-            return 0
-        _, late = await asyncio.wait(self._tasks, timeout=grace_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        late = await finish_tasks(self._tasks, grace_s)
         self._tasks.clear()
         if late:
-            self.runtime.metrics.count("ff_shutdown_timeout", len(late))
-        return len(late)
+            self.runtime.metrics.count("ff_shutdown_timeout", late)
+        return late
 
     async def _supervise(self, sweep: Sweep, interval_ms: int) -> None:
         """Run a sweep until `stop`; restart it after a crash."""
@@ -202,7 +198,7 @@ class Sweeper:
     async def _run_leased(self, sweep: Sweep, lease_ms: int) -> SweepResult:
         """Make a pass; renew the lease during and after a long one."""
         clock = asyncio.get_running_loop().time
-        began, work = clock(), asyncio.create_task(self._run_timed(sweep))
+        began, work = clock(), start_task(self._run_timed(sweep))
         try:
             while not (await asyncio.wait({work}, timeout=lease_ms / 2000))[0]:
                 await self._renew(sweep, lease_ms)
@@ -234,7 +230,7 @@ class Sweeper:
         return planned
 
     async def _wait(self, delay_s: float, *wakeups: asyncio.Future[None]) -> None:
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = start_task(self._stopping.wait())
         waited: list[asyncio.Future[Any]] = [stopping, *wakeups]
         try:
             await asyncio.wait(waited, timeout=max(0.001, delay_s), return_when=asyncio.FIRST_COMPLETED)
@@ -247,7 +243,7 @@ class Sweeper:
         """Make one pass now, regardless of the lease."""
         sweep = self.sweeps.get(validation.text("sweep", name))
         if sweep is None:
-            raise errors.InvalidInput(f"sweep: {name!r} is none of {', '.join(self.sweeps)}")
+            raise errors.InvalidInput(f"sweep: {name!r} is not one of {', '.join(self.sweeps)}")
         if batch is not None:
             validation.integer("batch", batch, least=1, most=10_000)
         return await self._run_timed(sweep, batch)
@@ -331,9 +327,7 @@ class Sweeper:
             return page
         owners: list[Execution | None] = page
         if sweep.owner is not None:
-            reads = ReadSet()
-            executions = reads.each(Execution, [(getattr(row, sweep.owner),) for row in page])
-            owners = executions((await self.runtime.load(reads)).rows)
+            owners = await load_each(self.runtime, Execution, ((getattr(row, sweep.owner),) for row in page))
         return [row for row, owner in zip(page, owners, strict=True) if self._choice.accepts(owner)]
 
     async def _act(self, sweep: Sweep, row: Any) -> bool | errors.FabricError:
@@ -351,10 +345,11 @@ class Sweeper:
     async def _hold(self, sweep: Sweep, ttl_ms: int) -> int:
         """Acquire or renew the lease; return for how many milliseconds another process holds it, 0 if none does."""
         name = self._lease_name(sweep)
-        reads = ReadSet()
-        lease = reads.one(SweepLease, name)
-        return await self.runtime.decide_and_commit(
-            reads, lambda rows, now: sweep_lease.hold_sweep(lease(rows), name, self._holder, ttl_ms, now)
+        return await decide_row(
+            self.runtime,
+            SweepLease,
+            (name,),
+            lambda lease, now: sweep_lease.hold_sweep(lease, name, self._holder, ttl_ms, now),
         )
 
     def _lease_name(self, sweep: Sweep) -> str:
@@ -362,9 +357,8 @@ class Sweeper:
 
     async def _release(self, sweep: Sweep) -> None:
         """Release the lease; if that fails, it expires."""
-        reads = ReadSet()
-        lease = reads.one(SweepLease, self._lease_name(sweep))
+        key = (self._lease_name(sweep),)
         with contextlib.suppress(errors.FabricError):
-            await self.runtime.decide_and_commit(
-                reads, lambda rows, _: sweep_lease.release_sweep(lease(rows), self._holder)
+            await decide_row(
+                self.runtime, SweepLease, key, lambda lease, _: sweep_lease.release_sweep(lease, self._holder)
             )

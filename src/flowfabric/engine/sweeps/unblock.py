@@ -2,7 +2,7 @@
 
 An operation that frees capacity unblocks the executions that wait for it. If that is lost (a process died, or a window
 opened with time), this sweep finds executions that nothing blocks any more. It scans blocked executions by what they
-are blocked on. Of a policy without capacity it reads one page and goes on with the next policy; each pass begins where
+are blocked on. Of a policy without capacity it reads one page, then takes the next policy; each pass begins where
 the last one ended.
 """
 
@@ -17,8 +17,8 @@ from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.limits.unblocker import PAGE_SIZE, Unblocker
 from flowfabric.engine.sweeps.sweeper import SweepFilter, SweepResult
 from flowfabric.model.execution import Execution
+from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import BlockingReason, LifecyclePhase
-from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.limits.capacity import Capacity
 from flowfabric.rules.scheduling import workers
 from flowfabric.rules.scheduling.queue import ASLEEP_ON_PREFIX, BLOCKED_ON_PREFIX

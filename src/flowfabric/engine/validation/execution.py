@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.ids import Minter
+from flowfabric.model.failure import FAILURE_ENCODING, MAX_FAILURE_BYTES, decode_stored, encode_stored
 from flowfabric.rules import validation
 from flowfabric.rules.execution import expire as expire_rules
 from flowfabric.rules.execution.create import CreateExecution, share_template
@@ -24,6 +26,7 @@ from flowfabric.rules.scheduling import capabilities
 T = TypeVar("T")
 
 MAX_ATTEMPT_INDEX = 2**32 - 1
+MAX_COUNTED_BRANCHES = 1000
 MAX_EPOCH = 2**64 - 1
 MAX_REVISION = 2**64 - 1
 
@@ -68,12 +71,7 @@ def validate_member_id(name: str, execution_id: object) -> ids.ExecutionId:
 
 def validate_flow_id(flow_id: object) -> ids.FlowId:
     """Parse a flow id."""
-    return ids.FlowId(ids.parse_uuid(validation.text("flow_id", flow_id), "flow_id"))
-
-
-def validate_edge_id(edge_id: object) -> str:
-    """Parse an edge id."""
-    return ids.parse_uuid(validation.text("edge_id", edge_id), "edge_id")
+    return ids.FlowId(parse_uuid("flow_id", flow_id))
 
 
 def validate_flow_partition(partition: object, counts: ids.PartitionCounts) -> int:
@@ -103,14 +101,39 @@ def validate_instance_id(worker_instance_id: object) -> ids.WorkerInstanceId:
     return ids.parse_worker_instance_id(validation.text("worker_instance_id", worker_instance_id))
 
 
+def parse_uuid(name: str, value: object) -> str:
+    """Parse a UUID; an error names the argument."""
+    return ids.parse_uuid(validation.text(name, value), name)
+
+
 def optional_uuid(name: str, value: object) -> str | None:
     """Parse a UUID; None stays None."""
-    return None if value is None else ids.parse_uuid(validation.text(name, value), name)
+    return None if value is None else parse_uuid(name, value)
 
 
 def validate_source(value: object) -> str | None:
     """Check the name of a caller that is not the lease holder; None stays None."""
-    return validation.optional_text("source", value, limit=validation.MAX_NAME_BYTES)
+    return validation.optional_name("source", value)
+
+
+def validate_encoding(value: object) -> str | None:
+    """Check the label of a result's encoding; the engine's own one is refused."""
+    label = validation.optional_name("result_encoding", value)
+    if label == FAILURE_ENCODING:
+        raise errors.InvalidInput(f"result_encoding: {FAILURE_ENCODING} is reserved for failures")
+    return label
+
+
+def validate_failure(value: object) -> str:
+    """Check the document of a failure (`StoredFailure` as JSON), and return it in canonical form."""
+    data = validation.payload("failure", value)
+    try:
+        document = encode_stored(decode_stored(data))
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidInput(f"failure: {error}") from error
+    if len(document) > MAX_FAILURE_BYTES:
+        raise errors.InvalidInput(f"failure: {len(document)} bytes, the limit is {MAX_FAILURE_BYTES}")
+    return document.decode()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -147,11 +170,28 @@ def validate_filter(value: object) -> Filter:
     return Filter(namespace, (validation.text("instance_tag", tag[0]), validation.text("instance_tag", tag[1])))
 
 
+def parse_cursor(cursor: object, listed: str) -> tuple[int, str]:
+    """Parse the cursor of a list by instant and id, `<instant>/<id>`; the id is not checked."""
+    instant, slash, identity = validation.text("cursor", cursor).partition("/")
+    if not slash or not instant.isascii() or not instant.isdecimal() or len(instant) > 15:
+        raise errors.InvalidInput(f"cursor: not one of a list of {listed}")
+    return int(instant), identity
+
+
 def validate_iterable(name: str, values: object) -> Iterable[Any]:
     """Check that a value is iterable and not a text."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise errors.InvalidInput(f"{name}: not a list")
     return values
+
+
+def validate_counts(name: str, counts: object) -> dict[str, int]:
+    """Check counts by branch."""
+    if not isinstance(counts, Mapping):
+        raise errors.InvalidInput(f"{name}: not a mapping")
+    if len(counts) > MAX_COUNTED_BRANCHES:
+        raise errors.InvalidInput(f"{name}: {len(counts)} branches, the limit is {MAX_COUNTED_BRANCHES}")
+    return {validation.text(name, one): validation.integer(name, count, least=0) for one, count in counts.items()}
 
 
 def validate_pairs(name: str, values: object) -> list[tuple[Any, Any]]:
@@ -188,6 +228,7 @@ def validate_create(ask: object) -> CreateExecution:
         delay_until=optional_instant("delay_until", ask.delay_until),
         execution_deadline_at=optional_instant("execution_deadline_at", ask.execution_deadline_at),
         parent_id=_parent(ask.parent_id, execution_id),
+        key_lane=None if ask.key_lane is None else validate_lane_id(ask.key_lane),
     )
 
 
@@ -197,7 +238,7 @@ class CreateValidator:
     __slots__ = ("_previous",)
 
     def __init__(self) -> None:
-        self._previous: CreateExecution | None = None  # in canonical form, without its input
+        self._previous: CreateExecution | None = None  # the last create in canonical form, without its input
 
     def __call__(self, ask: object) -> CreateExecution:
         """Check a create, and add the partition, which follows from the id."""
@@ -378,7 +419,7 @@ def build_holder(
     lease_id: object,
     attempt_id: object,
     lease_ttl_ms: object,
-    minter: ids.Minter,
+    minter: Minter,
 ) -> LeaseHolder:
     """Check who redeems a grant; missing ids are minted, and a blank lane means the lane of the execution."""
     return LeaseHolder(

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flowfabric import errors, ids
+from flowfabric import errors
 from flowfabric.engine.validation import execution as validate
-from flowfabric.model.owned_id import NamespacedId
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.rules import validation
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import usage
 
-
-def validate_budget_id(text: object) -> str:
-    """Parse a budget id."""
-    return ids.parse_uuid(validation.text("budget_id", text), "budget_id")
+MAX_ACKNOWLEDGED = 1000
 
 
 def build_owned_id(namespace: object, text: object) -> NamespacedId:
     """Parse a budget id together with its namespace."""
-    return NamespacedId(
-        validation.text("namespace", namespace, limit=validation.MAX_NAME_BYTES), validate_budget_id(text)
-    )
+    return NamespacedId(validation.name("namespace", namespace), validate.parse_uuid("budget_id", text))
 
 
 def validate_dimension(name: object) -> str:
     """Check the name of a dimension."""
-    if not validation.text("dimension", name, limit=validation.MAX_NAME_BYTES):
+    if not validation.name("dimension", name):
         raise errors.InvalidInput("dimension: empty")
     return str(name)
 
@@ -66,6 +61,14 @@ def amounts_in_order(dimensions: object, deltas: object) -> budget_rules.Amounts
     if len(names) != len(amounts):
         raise errors.InvalidInput(f"dimensions and deltas: of different lengths, {len(names)} and {len(amounts)}")
     return _amounts(zip(names, amounts, strict=True), by_name=False)
+
+
+def key_digests(keys: object) -> tuple[str, ...]:
+    """Check the keys of reports; return their digests, each once."""
+    texts = [validation.text("acknowledged", key) for key in validate.validate_iterable("acknowledged", keys)]
+    if len(texts) > MAX_ACKNOWLEDGED:
+        raise errors.InvalidInput(f"acknowledged: {len(texts)} keys, the limit is {MAX_ACKNOWLEDGED}")
+    return tuple(dict.fromkeys(usage.usage_key_digest(text) for text in texts))
 
 
 def _amounts(pairs: Iterable[tuple[object, object]], *, by_name: bool) -> budget_rules.Amounts:

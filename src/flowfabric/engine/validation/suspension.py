@@ -6,15 +6,20 @@ from typing import Any
 
 import msgspec
 
-from flowfabric import errors, ids
+from flowfabric import errors
 from flowfabric.engine.validation import execution as validate
-from flowfabric.model.gate import GateKind
+from flowfabric.handles import HandleFields
+from flowfabric.model.gate import GateKind, StepMemo, StepState, step_row_name
 from flowfabric.model.stream import FrameKind, FrameMode
 from flowfabric.model.suspension import Requester, TimeoutBehavior
 from flowfabric.rules import validation
-from flowfabric.rules.durable import mailbox
+from flowfabric.rules.durable import asks, facts, mailbox
+from flowfabric.rules.durable.asks import ReplyArgs
+from flowfabric.rules.durable.facts import FactArgs
 from flowfabric.rules.durable.gates import GateArgs
+from flowfabric.rules.durable.leave import LeftOperation
 from flowfabric.rules.durable.mailbox import MessageArgs
+from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.rules.security.waitpoint_token import WaitpointToken
 from flowfabric.rules.stream import append as append_rules
 from flowfabric.rules.stream.append import BestEffort
@@ -30,12 +35,10 @@ from flowfabric.rules.suspension.signals import SignalArgs
 
 AUTO_RESUME_ALIAS = "auto_resume"
 MAX_WAITPOINTS = 1000
+MAX_NOTE_BYTES = 4096
 BEST_EFFORT = BestEffort()
-
-
-def validate_waitpoint_id(waitpoint_id: object) -> str:
-    """Parse a waitpoint id."""
-    return ids.parse_uuid(validation.text("waitpoint_id", waitpoint_id), "waitpoint_id")
+_LEFT, _FACT = StepState.LEFT, StepState.FACT  # hot path: found faster than a member of an enum
+RESERVED_STEP_PREFIXES = frozenset(state.value for state in StepState) - {StepState.DONE.value}
 
 
 def validate_waitpoint_token(value: object) -> WaitpointToken:
@@ -55,10 +58,10 @@ def validate_suspend(args: object) -> SuspendArgs:
     if len(bindings) > MAX_WAITPOINTS:
         raise errors.InvalidInput(f"waitpoints: {len(bindings)} of them, the limit is {MAX_WAITPOINTS}")
     return SuspendArgs(
-        suspension_id=ids.parse_uuid(validation.text("suspension_id", args.suspension_id), "suspension_id"),
+        suspension_id=validate.parse_uuid("suspension_id", args.suspension_id),
         waitpoints=tuple(bindings),
         resume_condition=conditions.parse_condition(args.resume_condition),
-        reason_code=validation.text("reason_code", args.reason_code, limit=validation.MAX_NAME_BYTES),
+        reason_code=validation.name("reason_code", args.reason_code),
         now=validation.integer("now", args.now, least=0),
         resume_policy=_policy(args.resume_policy),
         requested_by=_member(Requester, "requested_by", args.requested_by),
@@ -75,9 +78,11 @@ def validate_suspend(args: object) -> SuspendArgs:
 def _binding(binding: object) -> WaitpointBinding:
     match binding:
         case FreshWaitpoint(waitpoint_id=waitpoint_id, waitpoint_key=key):
-            return FreshWaitpoint(validate_waitpoint_id(waitpoint_id), validation.text("waitpoint_key", key))
+            return FreshWaitpoint(
+                validate.parse_uuid("waitpoint_id", waitpoint_id), validation.text("waitpoint_key", key)
+            )
         case UsePendingWaitpoint(waitpoint_id=waitpoint_id):
-            return UsePendingWaitpoint(validate_waitpoint_id(waitpoint_id))
+            return UsePendingWaitpoint(validate.parse_uuid("waitpoint_id", waitpoint_id))
         case _:
             raise errors.InvalidInput("waitpoints: neither Fresh nor UsePending")
 
@@ -116,13 +121,11 @@ def validate_signal(args: object) -> SignalArgs:
     }
     return SignalArgs(
         execution_id=validate.validate_execution_id(args.execution_id),
-        waitpoint_id=validate_waitpoint_id(args.waitpoint_id),
-        signal_id=ids.parse_uuid(validation.text("signal_id", args.signal_id), "signal_id"),
+        waitpoint_id=validate.parse_uuid("waitpoint_id", args.waitpoint_id),
+        signal_id=validate.parse_uuid("signal_id", args.signal_id),
         waitpoint_token=validate_waitpoint_token(args.waitpoint_token),
         payload=payload,
-        payload_encoding=validation.optional_text(
-            "payload_encoding", args.payload_encoding, limit=validation.MAX_NAME_BYTES
-        ),
+        payload_encoding=validation.optional_name("payload_encoding", args.payload_encoding),
         correlation_id=validation.optional_text("correlation_id", args.correlation_id),
         idempotency_key=validation.optional_text("idempotency_key", args.idempotency_key) or None,
         created_at=validate.optional_instant("created_at", args.created_at),
@@ -167,7 +170,7 @@ def build_frame(
     if size > append_rules.MAX_FRAME_BYTES:
         raise errors.RetentionLimitExceeded(f"{size} bytes, the limit is {append_rules.MAX_FRAME_BYTES}")
     frame_kind: FrameKind = kind if type(kind) is FrameKind else _member(FrameKind, "kind", kind)
-    type_name = validation.text("frame_type", frame_type, limit=validation.MAX_NAME_BYTES)
+    type_name = validation.name("frame_type", frame_type)
     return FrameInput(
         bytes(payload),
         type_name or frame_kind.value,
@@ -188,21 +191,55 @@ def _best_effort(value: object) -> BestEffort:
     return value
 
 
-def validate_mail(args: object) -> MessageArgs:
-    """Check a message to an execution."""
+def validate_mail(args: object, *, internal: str | None = None) -> MessageArgs:
+    """Check a message to an execution; names that begin with `ff.` are refused to senders, except for `internal`."""
     if not isinstance(args, MessageArgs):
-        raise errors.InvalidInput("args: not a MailArgs")
+        raise errors.InvalidInput("args: not a MessageArgs")
+    name = validate_name("mailbox", args.mailbox)
+    if internal is not None and name != internal:
+        raise errors.InvalidInput(f"mailbox: {validation.preview(name)}; the inputs of a batch go to {internal}")
+    if internal is None and name.startswith(mailbox.INTERNAL_PREFIX):
+        raise errors.InvalidInput(f"mailbox: {validation.preview(name)} is reserved; choose a name without ff.")
     return MessageArgs(
         execution_id=validate.validate_execution_id(args.execution_id),
-        mailbox=validate_name("mailbox", args.mailbox),
-        message_id=ids.parse_uuid(validation.text("message_id", args.message_id), "message_id"),
+        mailbox=name,
+        message_id=validate.parse_uuid("message_id", args.message_id),
         payload=_bounded_payload(args.payload, mailbox.MAX_PAYLOAD_BYTES),
-        payload_encoding=validation.optional_text(
-            "payload_encoding", args.payload_encoding, limit=validation.MAX_NAME_BYTES
-        ),
+        payload_encoding=validation.optional_name("payload_encoding", args.payload_encoding),
         sender=validation.text("sender", args.sender),
         idempotency_key=validation.optional_text("idempotency_key", args.idempotency_key) or None,
         dedup_ttl_ms=validation.duration_ms("dedup_ttl_ms", args.dedup_ttl_ms, least=0),
+        wants_reply=bool(args.wants_reply),
+    )
+
+
+def validate_reply(args: object) -> ReplyArgs:
+    """Check a reply to a message."""
+    if not isinstance(args, ReplyArgs):
+        raise errors.InvalidInput("args: not a ReplyArgs")
+    return ReplyArgs(
+        message_id=validate.parse_uuid("message_id", args.message_id),
+        payload=_bounded_payload(args.payload, mailbox.MAX_PAYLOAD_BYTES),
+        payload_encoding=validation.optional_name("payload_encoding", args.payload_encoding),
+        reason=validation.optional_text("reason", args.reason, limit=asks.MAX_REASON_BYTES),
+    )
+
+
+def validate_fact(args: object) -> FactArgs:
+    """Check a set of a fact, first of all its size."""
+    if not isinstance(args, FactArgs):
+        raise errors.InvalidInput("args: not a FactArgs")
+    name = validate_name("name", args.name)
+    value = validation.payload("value", args.value)
+    if len(value) > facts.MAX_FACT_BYTES:
+        raise errors.FactTooLarge(f"{name}: {len(value)} bytes, the limit is {facts.MAX_FACT_BYTES}")
+    return FactArgs(
+        name=name,
+        value=value,
+        encoding=validation.optional_name("encoding", args.encoding),
+        place=validate_name("place", args.place),
+        count=validation.integer("count", args.count, least=1),
+        number=validate_number(args.number),
     )
 
 
@@ -219,6 +256,7 @@ def validate_gate(args: object) -> GateArgs:
         "kind": kind,
         "expires_in_ms": validate.optional_duration("expires_in_ms", args.expires_in_ms),
         "expires_at": validate.optional_instant("expires_at", args.expires_at),
+        "number": validate_number(args.number),
     }
     match kind:
         case GateKind.SIGNALS:
@@ -231,7 +269,21 @@ def validate_gate(args: object) -> GateArgs:
                 raise errors.InvalidInput("waitpoints: not those that the condition names")
             return GateArgs(**common, condition=condition, waitpoints=bound)
         case GateKind.MAILBOX:
-            return GateArgs(**common, mailbox=validate_name("mailbox", args.mailbox))
+            task = validation.optional_name("task", args.task)
+            version = validation.optional_name("version", args.version)
+            note = validation.optional_text("note", args.note, limit=MAX_NOTE_BYTES)
+            names = validate_names("mailboxes", args.mailboxes)
+            if len(names) > mailbox.MAX_MAILBOXES:
+                raise errors.InvalidInput(f"mailboxes: {len(names)} of them, the limit is {mailbox.MAX_MAILBOXES}")
+            one = None if names and args.mailbox is None else validate_name("mailbox", args.mailbox)
+            return GateArgs(
+                **common,
+                mailbox=one,
+                mailboxes=() if one is not None else names,
+                task=task,
+                version=version,
+                note=note,
+            )
         case GateKind.CHILDREN:
             if not children or len(set(children)) < len(children):
                 raise errors.InvalidInput("children: none, or one of them twice")
@@ -243,9 +295,112 @@ def validate_gate(args: object) -> GateArgs:
             return GateArgs(**common)
 
 
+def validate_new_gates(gates: object) -> tuple[GateArgs, ...]:
+    """Check gates that are opened together: each has another name, and none has links."""
+    checked = tuple(validate_gate(args) for args in validate.validate_iterable("gates", gates))
+    if len({args.name for args in checked}) < len(checked):
+        raise errors.InvalidInput("gates: one of them twice")
+    if linked := next((args.name for args in checked if args.kind is GateKind.SIGNALS), None):
+        raise errors.InvalidInput(f"gate {linked}: it has links; open it first")
+    return checked
+
+
+def validate_number(value: object) -> int | None:
+    """Check the place of an operation in the order of its run."""
+    return None if value is None else validation.integer("number", value, least=0)
+
+
+def validate_left(operations: object) -> tuple[LeftOperation, ...]:
+    """Check operations that a function left; each is named once."""
+    checked = []
+    for operation in validate.validate_iterable("operations", operations):
+        if not isinstance(operation, LeftOperation):
+            raise errors.InvalidInput("operations: not a LeftOperation")
+        checked.append(
+            LeftOperation(
+                name=validate_name("name", operation.name),
+                occurrence=validation.integer("occurrence", operation.occurrence, least=0),
+                is_gate=bool(operation.is_gate),
+                number=validate_number(operation.number),
+            )
+        )
+    if len({(one.name, one.occurrence) for one in checked}) < len(checked):
+        raise errors.InvalidInput("operations: one of them twice")
+    return tuple(checked)
+
+
+def validate_step_state(value: object) -> StepState:
+    """Parse the state of a step that is recorded; that a step was left is recorded with its gates."""
+    state: StepState = value if type(value) is StepState else _member(StepState, "state", value)
+    if state is _LEFT:
+        raise errors.InvalidInput("state: leave_gates records what was left")
+    if state is _FACT:
+        raise errors.InvalidInput("state: set_fact counts the sets of a fact")
+    return state
+
+
+def validate_step_name(name: object) -> str:
+    """Check the name of a step: it must not equal the name of another step's state."""
+    checked = validate_name("name", name)
+    if ":" in checked and (prefix := checked.partition(":")[0]) in RESERVED_STEP_PREFIXES:
+        raise errors.InvalidInput(f"name: {prefix}: is reserved; give the step another name")
+    return checked
+
+
+def step_memo(fields: HandleFields, args: object) -> StepMemo:
+    """Check something that a function records once; return the memo that the holder of this lease records."""
+    if not isinstance(args, MemoArgs):
+        raise errors.InvalidInput("memo: not a MemoArgs")
+    return new_memo(
+        fields,
+        StepState.DONE,
+        name=args.name,
+        occurrence=args.occurrence,
+        result=args.result,
+        encoding=args.encoding,
+        digest=args.digest,
+        number=args.number,
+        started_at=args.started_at,
+    )
+
+
+def new_memo(
+    fields: HandleFields,
+    state: StepState,
+    *,
+    name: object,
+    occurrence: object,
+    result: object,
+    encoding: object,
+    digest: object,
+    number: object,
+    started_at: object,
+) -> StepMemo:
+    """Check what is recorded of a step; return the memo of this state that the holder of this lease records."""
+    return StepMemo(
+        execution_id=fields.execution_id,
+        name=step_row_name(validate_step_name(name), state),
+        occurrence=validation.integer("occurrence", occurrence, least=0),
+        attempt_index=fields.attempt_index,
+        recorded_at=0,
+        result=validation.payload("result", result),
+        encoding=validation.optional_name("encoding", encoding),
+        digest=validation.optional_name("digest", digest),
+        number=validate_number(number),
+        started_at=None if started_at is None else validation.integer("started_at", started_at, least=0),
+    )
+
+
+def _waitpoint(waitpoint_id: object, key: object) -> tuple[str, str]:
+    return validate.parse_uuid("waitpoint_id", waitpoint_id), validation.text("waitpoint_key", key)
+
+
 def _pairs(waitpoints: object) -> tuple[tuple[str, str], ...]:
     pairs = validate.validate_pairs("waitpoints", waitpoints)
-    bound = tuple((validate_waitpoint_id(identity), validation.text("waitpoint_key", key)) for identity, key in pairs)
+    bound = tuple(
+        (validate.parse_uuid("waitpoint_id", identity), validation.text("waitpoint_key", key))
+        for identity, key in pairs
+    )
     if len({identity for identity, _ in bound}) < len(bound):
         raise errors.InvalidInput("waitpoints: one of them twice")
     return bound

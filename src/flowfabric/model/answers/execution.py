@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.handles import Handle
 from flowfabric.model.execution import Lineage, Payload
+from flowfabric.model.failure import StoredFailure
 from flowfabric.model.states import AttemptRecordState, AttemptType, PublicState
 
 
@@ -71,6 +72,7 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
     handle: Handle
     payload: Payload | None = None  # the input, if the claim loaded it
     namespace: str | None = None  # set together with the payload
+    life: int = 0  # how often it continued as new
 
 
 class OperatorClaim(msgspec.Struct, frozen=True, gc=False):
@@ -91,6 +93,27 @@ class ProgressNoted(msgspec.Struct, frozen=True, gc=False):
 class Completed(msgspec.Struct, frozen=True, gc=False):
     execution_id: str
     public_state: PublicState = PublicState.COMPLETED
+    unread: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # messages that nobody has read, by name
+
+
+class Submitted(msgspec.Struct, frozen=True, gc=False):
+    """The run that a submit with a key came to: a new one, or the one that has the key.
+
+    `item` is the place of this submit's input in a batch, `superseded` the run that was cancelled for the new one.
+    """
+
+    execution_id: str
+    is_new: bool = True
+    item: int | None = None
+    superseded: str | None = None
+
+
+class Continued(msgspec.Struct, frozen=True, gc=False):
+    """The next life of a run has begun; it is claimable as soon as the former one is forgotten."""
+
+    execution_id: str
+    life: int
+    is_forgotten: bool = True
 
 
 class RetryScheduled(msgspec.Struct, frozen=True, gc=False):
@@ -206,3 +229,4 @@ class AttemptView(msgspec.Struct, frozen=True, gc=False):
     ended_at: int | None = None
     failure_reason: str | None = None
     failure_category: str | None = None
+    error: StoredFailure | None = None  # the exception that ended it, if the holder reported one

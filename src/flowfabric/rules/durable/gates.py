@@ -20,13 +20,12 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion, Gate, GateKind, GateMemo, GateOutcome, MailboxMessage, Vote
 from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.obstacles import TIMER_WAIT
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.model.text import join_some
 from flowfabric.rules.decision import Decision, refuse
-from flowfabric.rules.durable import mailbox
-from flowfabric.rules.durable.park import NeedsMessage
+from flowfabric.rules.durable import child_results, mailbox
 from flowfabric.rules.execution import fences
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.security import keystore
@@ -63,17 +62,18 @@ def update_gates(
     closed: ClosedGates,
     *,
     reason: str = wait_state.RESUMED,
+    ends: Sequence[ChildCompletion] = (),
 ) -> tuple[dict[str, Any], tuple[Write, ...]]:
     """Return the columns of the suspension after gates changed and some closed, and further writes.
 
-    A function that is parked on a closed gate is resumed.
+    A function that is parked on a closed gate is resumed. `ends` are completions of children of the closed gates.
     """
     remaining = wait_state.open_gates(suspension) | dict(changed)
     for name in closed:
         remaining.pop(name, None)
-    fields: dict[str, Any] = {"gates": wait_encoding.encode_or_none(remaining)}
+    fields = wait_state.gate_columns(remaining)
     writes: tuple[Write, ...] = tuple(
-        Insert(gate_memo(row.execution_id, name, gate, outcome, mail, NOW))
+        Insert(gate_memo(row.execution_id, name, gate, outcome, mail, NOW, ends=ends))
         for name, (gate, outcome, mail) in closed.items()
     )
     if wait_state.is_open(suspension) and not closed.keys().isdisjoint(parked_on(suspension)):
@@ -89,8 +89,10 @@ def gate_memo(
     outcome: GateOutcome,
     mail: MailboxMessage[Draft] | None,
     closed_at: At,
+    *,
+    ends: Sequence[ChildCompletion] = (),
 ) -> GateMemo[At]:
-    """Return the memo of a gate that closes."""
+    """Return the memo of a gate that closes; `ends` are completions of its children."""
     return GateMemo(
         execution_id=execution_id,
         gate=name,
@@ -103,6 +105,11 @@ def gate_memo(
         payload_encoding=mail.payload_encoding if mail is not None else None,
         sender=mail.sender if mail is not None else None,
         message_id=mail.message_id if mail is not None else None,
+        mailbox=mail.mailbox if mail is not None else None,
+        message_number=mail.number if mail is not None else None,
+        wants_reply=mail is not None and mail.wants_reply,
+        number=gate.number,
+        results=child_results.results_text(gate, ends) if ends else None,
     )
 
 
@@ -117,13 +124,21 @@ def describe_wait(name: str, gate: Gate) -> str:
     match gate.kind:
         case GateKind.TIMER:
             return TIMER_WAIT
+        case GateKind.MAILBOX if gate.task is not None:
+            return f"other code of {gate.task}: what it would do next does not fit what it remembers"
         case GateKind.MAILBOX:
-            return f"a message to {gate.mailbox}"
+            return f"a message to {' or '.join(gate.receives)}"
         case GateKind.SIGNALS:
-            return f"an answer to {name.removeprefix('approval:').partition('#')[0]}"
+            return f"an answer to {approval_of_gate(name)}"
         case GateKind.CHILDREN:
             ended = {vote.member for vote in gate.votes}
             return f"the end of {join_some([child for child in gate.children if child not in ended])}"
+
+
+def approval_of_gate(gate: str) -> str:
+    """Return the name of an approval from that of its gate, which may name a branch or the inside of a step first."""
+    _, prefix, name = gate.partition("approval:")
+    return (name if prefix else gate).partition("#")[0]
 
 
 def expired_gates(
@@ -182,9 +197,19 @@ class GateArgs(msgspec.Struct, frozen=True, kw_only=True):
     condition: Condition | None = None
     waitpoints: tuple[tuple[str, str], ...] = ()  # ids and keys
     mailbox: str | None = None
+    mailboxes: tuple[str, ...] = ()  # instead of one
     children: tuple[str, ...] = ()
     need: int = 0
     any_outcome: bool = False
+    number: int | None = None
+    task: str | None = None
+    version: str | None = None
+    note: str | None = None
+
+    @property
+    def receives(self) -> tuple[str, ...]:
+        """The mailboxes whose next message closes the gate."""
+        return self.mailboxes or (() if self.mailbox is None else (self.mailbox,))
 
 
 class OpenGate(msgspec.Struct, frozen=True):
@@ -195,19 +220,26 @@ class OpenGate(msgspec.Struct, frozen=True):
     kids: tuple[str, ...] = ()
 
 
+class NeedsMessages(msgspec.Struct, frozen=True):
+    """The rule has to see these messages, by mailbox and sequence number, before it can decide."""
+
+    heads: tuple[tuple[str, int], ...]
+
+
 class GateRows(msgspec.Struct, frozen=True):
     """The rows that opening a gate is decided on."""
 
     row: Execution | None
     root: Suspension | None
     memo: GateMemo | None = None
-    mail: MailboxMessage | None = None
+    messages: Sequence[MailboxMessage] = ()  # the first unread ones of its mailboxes
     ends: Sequence[ChildCompletion] = ()
     keys: Sequence[SigningKey] = ()
     waitpoints: Mapping[str, Waitpoint] = {}  # requested ids that already exist
+    is_left: bool = False  # the function has left it
 
 
-def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | NeedsMessage]:
+def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decision[OpenGate | GateMemo | NeedsMessages]:
     """Open a gate, or find it open, or find its memo."""
     row, suspension = rows.row, rows.root
     if row is None:
@@ -221,6 +253,8 @@ def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decisio
         if existing.kind is not args.kind:
             return refuse(errors.InvalidInput(f"gate {args.name}: it is a {existing.kind.value} gate"))
         return Decision(OpenGate(args.name, existing))
+    if rows.is_left and args.kind is not GateKind.SIGNALS:
+        return refuse(errors.InvalidInput(f"gate {args.name}: it was left before"))
     signer: SigningKey | None = None
     if args.waitpoints:
         if any(
@@ -232,15 +266,15 @@ def open_gate(rows: GateRows, args: GateArgs, fence: Fence, now: int) -> Decisio
         if isinstance(signer_or_error, errors.FabricError):
             return refuse(signer_or_error)
         signer = signer_or_error
-    gate = _new_gate(args, now)
+    gate = new_gate(args, now)
     outcome: GateOutcome | None = None
     mail: MailboxMessage | None = None
     fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
-    if args.kind is GateKind.MAILBOX and (seq := mailbox.next_unread(suspension, args.mailbox or "")) is not None:
-        if rows.mail is None or rows.mail.seq != seq:
-            return Decision(NeedsMessage(seq))
-        mail, outcome = rows.mail, GateOutcome.SATISFIED
+    if args.kind is GateKind.MAILBOX and (heads := mailbox.heads(suspension, args.receives)):
+        if (mail := mailbox.first_of(heads, rows.messages)) is None:
+            return Decision(NeedsMessages(heads))
+        outcome = GateOutcome.SATISFIED
         fields["mail"] = mailbox.mark_received(suspension, mail.mailbox)
         writes += (Delete(MailboxMessage, (row.execution_id, mail.mailbox, mail.seq)),)
     if args.kind is GateKind.CHILDREN:
@@ -267,14 +301,14 @@ def _open_decision(
     fields: dict[str, Any],
     writes: tuple[Write, ...],
     signer: SigningKey | None,
-) -> Decision[OpenGate | GateMemo | NeedsMessage]:
+) -> Decision[OpenGate | GateMemo | NeedsMessages]:
     """Return the decision for a new gate: it is stored as open, or its memo is if it closes at once."""
     suspension = wait_state.suspension_or_new(rows.root, row)
     if outcome is None:
         answer: Any = OpenGate(name, gate, (signer.kid,) * len(gate.waitpoints) if signer is not None else ())
-        fields["gates"] = wait_encoding.encode_or_none(wait_state.open_gates(suspension) | {name: gate})
+        fields |= wait_state.gate_columns(wait_state.open_gates(suspension) | {name: gate})
     else:
-        answer = memo = partial(gate_memo, row.execution_id, name, gate, outcome, mail)
+        answer = memo = partial(gate_memo, row.execution_id, name, gate, outcome, mail, ends=rows.ends)
         writes += (Insert(memo(NOW)),)
 
     change = Change(
@@ -284,7 +318,8 @@ def _open_decision(
     return Decision(answer, change)
 
 
-def _new_gate(args: GateArgs, now: int) -> Gate:
+def new_gate(args: GateArgs, now: int) -> Gate:
+    """Return the gate that these arguments describe, opened now."""
     expires_at = args.expires_at if args.expires_in_ms is None else now + args.expires_in_ms
     return Gate(
         kind=args.kind,
@@ -293,16 +328,29 @@ def _new_gate(args: GateArgs, now: int) -> Gate:
         condition=None if args.condition is None else conditions.encode_condition(args.condition),
         waitpoints=args.waitpoints,
         mailbox=args.mailbox,
+        mailboxes=args.mailboxes,
         children=args.children,
         need=args.need,
         any_outcome=args.any_outcome,
+        number=args.number,
+        task=args.task,
+        version=args.version,
+        note=args.note,
     )
 
 
 def deliver_child_completions(
-    row: Execution | None, suspension: Suspension | None, completions: Sequence[ChildCompletion], now: int
+    row: Execution | None,
+    suspension: Suspension | None,
+    completions: Sequence[ChildCompletion],
+    now: int,
+    *,
+    earlier: Sequence[ChildCompletion] = (),
 ) -> Decision[int]:
-    """Report completions of children to the open gates of their parent; answer how many there were."""
+    """Report completions of children to the open gates of their parent; answer how many there were.
+
+    `earlier` were delivered before: a gate that closes keeps the results of all its children.
+    """
     if not completions:
         return Decision(0)
     if row is None:
@@ -329,6 +377,6 @@ def deliver_child_completions(
             # A gate for these children may be in flight, decided before they ended. Writing the row makes it conflict.
             delivered += (Patch(Execution, (row.execution_id,), {"last_mutation_at": NOW}),)
         return Decision(len(completions), Change(guards=guards, writes=delivered))
-    fields, writes = update_gates(row, suspension, changed, closed)
+    fields, writes = update_gates(row, suspension, changed, closed, ends=(*earlier, *completions))
     suspension_write = Upsert(msgspec.structs.replace(suspension, **fields))
     return Decision(len(completions), Change(guards=guards, writes=(suspension_write, *delivered, *writes)))

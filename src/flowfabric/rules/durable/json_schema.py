@@ -17,6 +17,7 @@ from uuid import UUID
 
 import msgspec
 
+from flowfabric import json_limits
 from flowfabric.rules.durable.schema_limits import resolve_reference
 
 Schema = Mapping[str, Any]
@@ -49,6 +50,18 @@ _LENGTHS = (
 
 class SchemaCheckTooCostly(Exception):
     """The check was aborted at its limits; the message is shown to the person."""
+
+
+def find_payload_violation(payload: bytes | None, schema: Schema) -> str | None:
+    """Return what is wrong with a JSON text, in words for the person who sent it; None if it is valid."""
+    try:
+        return find_violation(json_limits.decode(payload or b"null"), schema)
+    except json_limits.NumberTooLong as fault:
+        return f"value: {fault}"
+    except msgspec.DecodeError:
+        return "value: not JSON"
+    except RecursionError:
+        return "value: nested too deeply"
 
 
 def find_violation(value: Any, schema: Schema, root: Schema | None = None, name: str = "value") -> str | None:

@@ -81,7 +81,7 @@ def _depths(schema: Any) -> Iterator[int]:
 
 
 def _expanded_sizes(schema: Schema) -> Iterator[int]:
-    """Yield the number of entries of each node met when references are followed; a cycle is followed once."""
+    """Follow references and yield the number of entries of each node; a cycle is followed once."""
     stack: list[tuple[Any, frozenset[int]]] = [(schema, frozenset())]
     while stack:
         node, enclosing = stack.pop()

@@ -16,7 +16,7 @@ from flowfabric.errors import Corruption, FabricError, InvalidInput
 from flowfabric.model.execution import Execution
 from flowfabric.model.suspension import Waitpoint
 from flowfabric.rules.durable import schema_limits
-from flowfabric.rules.durable.json_schema import find_violation
+from flowfabric.rules.durable.json_schema import find_payload_violation
 from flowfabric.rules.execution import tags as tag_rules
 
 
@@ -50,12 +50,5 @@ def check_vote(row: Execution, waitpoint: Waitpoint, payload: bytes | None) -> F
         schema = None
     if schema is None:
         return None
-    try:
-        violation = find_violation(json_limits.decode(payload or b"null"), schema)
-    except json_limits.NumberTooLong as fault:
-        violation = f"value: {fault}"
-    except msgspec.DecodeError:
-        violation = "value: not JSON"
-    except RecursionError:
-        violation = "value: nested too deeply"
+    violation = find_payload_violation(payload, schema)
     return None if violation is None else InvalidInput(violation)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import Cancelled, ChildrenCancelled
-from flowfabric.model.change import Change, RowTemplate, as_template, live, merge_changes, seen
+from flowfabric.model.change import (
+    Change,
+    Delete,
+    Guard,
+    RowTemplate,
+    Write,
+    as_template,
+    live,
+    merge_changes,
+    seen,
+)
 from flowfabric.model.execution import Execution
+from flowfabric.model.gate import ChildCancel
 from flowfabric.model.states import AttemptRecordState, AttemptState, LifecyclePhase, OwnershipState, TerminalOutcome
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import fences, lease, transitions
@@ -20,6 +31,7 @@ from flowfabric.rules.flow import successors
 
 WORKER = "worker"
 PARENT = "parent"
+KEY = "key"  # a later submit with the same key
 FLOW_CASCADE = "flow_cascade"
 SYSTEM_TIMEOUT = "system_timeout"
 SYSTEM_SOURCES = frozenset({fences.OPERATOR_OVERRIDE, FLOW_CASCADE, SYSTEM_TIMEOUT})
@@ -98,6 +110,36 @@ def cancel_children(
     )
 
 
+def cancel_abandoned(
+    parent: Execution | None, pending: ChildCancel | None, children: Sequence[Execution], *, more: bool
+) -> Decision[int]:
+    """Cancel children of a parent that was cancelled or has expired; answer how many.
+
+    Detached children are left alone. A parent that was replayed meanwhile keeps its children. Without `more` children
+    to come, nothing is pending any longer.
+    """
+    if pending is None:
+        return Decision(0)
+    is_over = parent is None or parent.lifecycle_phase is LifecyclePhase.TERMINAL
+    abandoned = [
+        child
+        for child in children
+        if is_over
+        and child.parent_id == pending.parent_id
+        and child.lifecycle_phase is not LifecyclePhase.TERMINAL
+        and not decode_terms(child.terms).detached
+    ]
+    outcome = "cancelled" if parent is None else parent.terminal_outcome.value
+    changes = [cancelled_change(child, PARENT, f"its parent was {outcome}") for child in abandoned]
+    own: tuple[Write, ...] = () if more and is_over else (Delete(ChildCancel, (pending.parent_id,)),)
+    if not changes and not own:
+        return Decision(0)
+    guards: tuple[Guard, ...] = (Guard(ChildCancel, (pending.parent_id,), pending.revision),)
+    if parent is not None:
+        guards += (seen(parent),)
+    return Decision(len(abandoned), merge_changes(Change(guards, own), *changes))
+
+
 def cancelled_change(row: Execution, source: str, reason: str) -> Change:
     """Return the change that ends a row as cancelled. A flow cascade leaves the successors to the reconciler."""
     return transitions.terminate(
@@ -117,7 +159,7 @@ def _revocation_details(source: str) -> str | None:
     """Return the event details that say who revoked the lease; None if the holder itself cancelled."""
     if source == SYSTEM_TIMEOUT:
         return '{"revoked_by":"reconciler"}'
-    return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source == PARENT else None
+    return '{"revoked_by":"operator"}' if source in SYSTEM_SOURCES or source in (PARENT, KEY) else None
 
 
 # Columns of a row that was never started and has no stream, parent, suspension or grant.

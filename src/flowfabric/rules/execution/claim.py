@@ -186,6 +186,7 @@ def acquire_decision(
             fields["current_lane"],
             holder.worker_instance_id,
             fields.get("lease_reclaim_count", 0),
+            row.life or 0,
         )
 
     return Decision(answer, change)

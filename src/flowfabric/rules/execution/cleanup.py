@@ -7,9 +7,11 @@ reason.
 
 from __future__ import annotations
 
+import msgspec
+
 from flowfabric.model.change import Patch, Upsert, Write
-from flowfabric.model.execution import Execution
-from flowfabric.model.gate import ChildCompletion
+from flowfabric.model.execution import Execution, Result
+from flowfabric.model.gate import ChildCancel, ChildCompletion
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.stream import Stream
@@ -19,6 +21,7 @@ LEASE_EXPIRED = "lease_expired"
 RECLAIMED = "reclaimed"
 ATTEMPT_FAILURE = "attempt_failure"
 SUSPENSION_TIMEOUT = "suspension_timeout"
+MAX_TRAVELLING_BYTES = 16 * 1024  # a larger result of a child does not travel to its parent
 
 STREAM_REASON = {
     TerminalOutcome.SUCCESS: "attempt_success",
@@ -45,8 +48,22 @@ def close_suspension(row: Execution, reason: str) -> tuple[Write, ...]:
     return (Patch(Suspension, (row.execution_id,), fields, unless_set="closed_at"),)
 
 
-def report_to_parent(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
-    """Record a child's completion for its parent, whose gates read it. Nobody else writes this row."""
+def report_to_parent(row: Execution, outcome: TerminalOutcome, result: Result | None = None) -> tuple[Write, ...]:
+    """Record a child's completion for its parent, whose gates read it; a small result travels with it.
+
+    Nobody else writes this row.
+    """
     if row.parent_id is None:
         return ()
-    return (Upsert(ChildCompletion(row.parent_id, row.execution_id, row.replay_count, outcome.value, NOW)),)
+    end = ChildCompletion(row.parent_id, row.execution_id, row.replay_count, outcome.value, NOW)
+    if result is not None and len(result.payload) <= MAX_TRAVELLING_BYTES:
+        end = msgspec.structs.replace(end, result=result.payload, result_encoding=result.encoding)
+    return (Upsert(end),)
+
+
+def cancel_children(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
+    """Let the children of a cancelled or expired execution be cancelled. Only a durable function has any."""
+    if outcome not in (TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED):
+        return ()
+    may_have_children = row.attempt_index is not None and (row.has_steps or row.has_waits)
+    return (Upsert(ChildCancel(row.execution_id, NOW)),) if may_have_children else ()

@@ -31,6 +31,7 @@ from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.policy import Terms, encode_terms, parse_policy
 from flowfabric.rules.execution.tags import check_created_tags, encode_tags
 from flowfabric.rules.scheduling import queue
+from flowfabric.rules.scheduling.lane_spread import KeyPlace
 
 
 class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -51,6 +52,7 @@ class CreateExecution(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     delay_until: int | None = None
     execution_deadline_at: int | None = None
     parent_id: str | None = None
+    key_lane: str | None = None  # the lane whose spread places the key, if not `lane_id`
 
     @property
     def digest(self) -> str:
@@ -85,10 +87,12 @@ def create(
     now: int,
     *,
     defaults: PolicyDefaults = NO_DEFAULTS,
+    place: KeyPlace | None = None,
 ) -> Decision[Created | Duplicate]:
     """Create an execution that is claimable at once or after its delay; a known id or key changes nothing.
 
-    An id that exists in another namespace is refused, and nothing about that execution is revealed.
+    An id that exists in another namespace is refused, and nothing about that execution is revealed. `place` is where
+    the spread of the lane puts the key; an id elsewhere is refused.
     """
     if remembered is not None and remembered.expires_at > now:
         return Decision(Duplicate(remembered.execution_id))
@@ -96,6 +100,8 @@ def create(
         if existing.namespace != request.namespace:
             return refuse(errors.IdInOtherNamespace(execution_id=request.execution_id))
         return Decision(Duplicate(existing.execution_id))
+    if place is not None and not (place.is_here and now <= place.until):
+        return refuse(errors.KeyElsewhere(execution_id=request.execution_id))
     terms, terms_text = parse_policy(request.policy)
     if isinstance(terms, errors.FabricError):
         return refuse(terms)
@@ -121,12 +127,15 @@ def create(
     earliest = [remembered.expires_at] if remembered is not None else []
     if delay_until is not None and not delayed:
         earliest.append(delay_until)
+    latest = [] if place is None else [place.until]
+    if delay_until is not None and delayed:
+        latest.append(delay_until - 1)
     change = Change(
         guards=guards,
         writes=writes,
         queues=() if row.line else (queue.queue_of(row),),  # registers the lane, so that it is listed
         not_before=max(earliest, default=None),
-        not_after=delay_until - 1 if delay_until is not None and delayed else None,
+        not_after=min(latest, default=None),
     )
     return Decision(Created(request.execution_id, row.public_state), change)
 
@@ -226,6 +235,7 @@ def _new_row(
         rank=FromNow(queue.position_offset(priority, terms)),
         next_timeout_ms=terms.attempt_timeout_ms,
         parent_id=request.parent_id,
+        idempotency_key=request.idempotency_key or None,
     )
 
 

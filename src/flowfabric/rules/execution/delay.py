@@ -78,7 +78,7 @@ def promote_delayed(row: Execution | None, now: int) -> Decision[Promotion]:
         return Decision(Promotion.NOT_RUNNABLE)
     if row.eligibility_state is not EligibilityState.NOT_ELIGIBLE_UNTIL_TIME:
         return Decision(Promotion.NOT_DELAYED)
-    if row.delay_until is not None and row.delay_until > now:
+    if row.past_life is not None or (row.delay_until is not None and row.delay_until > now):
         return Decision(Promotion.NOT_YET_DUE)
     fields = queue.enqueue_fields(row, row.attempt_state)
     change = Change(guards=(seen(row),), writes=(transitions.transition(row, fields),), not_before=row.delay_until)

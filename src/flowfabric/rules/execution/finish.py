@@ -5,10 +5,13 @@ Both are idempotent for the holder that made the first call: if the reply was lo
 
 from __future__ import annotations
 
+import msgspec
+
 from flowfabric import errors
 from flowfabric.model.answers.execution import Completed, RetryScheduled, TerminalFailed
 from flowfabric.model.change import Change, Insert, Write, lease_event, live, seen
 from flowfabric.model.execution import Execution, Lineage, Result
+from flowfabric.model.failure import FAILURE_ENCODING
 from flowfabric.model.instant import FromNow
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -19,20 +22,30 @@ from flowfabric.model.states import (
     LifecyclePhase,
     TerminalOutcome,
 )
+from flowfabric.model.suspension import Suspension
 from flowfabric.rules.decision import Decision, refuse
+from flowfabric.rules.durable import mailbox
 from flowfabric.rules.execution import cleanup, fences, lease, transitions
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.policy import decode_terms, parse_retry
 from flowfabric.rules.execution.retry import backoff_ms, may_retry
 from flowfabric.rules.flow import successors
+from flowfabric.rules.suspension import state as wait_state
 
 
 def complete(
-    row: Execution | None, fence: Fence, source: str | None, payload: bytes | None, encoding: str | None, now: int
+    row: Execution | None,
+    fence: Fence,
+    source: str | None,
+    payload: bytes | None,
+    encoding: str | None,
+    now: int,
+    root: Suspension | None = None,
 ) -> Decision[Completed]:
     """End the execution successfully and store its result, if any, byte for byte.
 
-    If the same holder completes again it gets the same answer, and the first result stays.
+    If it has had messages, `root` is its suspension row: those that nobody has read are named in the answer and the
+    event. If the same holder completes again it gets the same answer, and the first result stays.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -43,22 +56,29 @@ def complete(
         if _ended_by(row, fence, TerminalOutcome.SUCCESS):
             return Decision(Completed(row.execution_id))
         return refused
-    result_writes: tuple[Write, ...] = ()
-    if payload is not None:
-        result_writes = (Insert(Result(row.execution_id, payload, encoding)),)  # a replay deletes the old one
-    if template := transitions.success_template(row):
+    result = None if payload is None else Result(row.execution_id, payload, encoding)
+    result_writes: tuple[Write, ...] = () if result is None else (Insert(result),)  # a replay deletes the old one
+    unread = mailbox.unread(root) if row.has_mail else {}
+    mail_guard = (wait_state.seen_suspension(root, row.execution_id),) if row.has_mail else ()
+    template = None if unread else transitions.success_template(row)
+    if template is not None:
         if row.successors is not None:
             result_writes += successors.outcome_writes(row, TerminalOutcome.SUCCESS)
-        return Decision(Completed(row.execution_id), Change((seen(row, live(row)),), result_writes, template=template))
+        guards = (seen(row, live(row)), *mail_guard)
+        return Decision(Completed(row.execution_id), Change(guards, result_writes, template=template))
     change = transitions.terminate(
         row,
         TerminalOutcome.SUCCESS,
         attempt=AttemptRecordState.ENDED_SUCCESS,
         release_reason="completed",
         guard=seen(row, live(row)),
+        details=msgspec.json.encode({"unread": unread}).decode() if unread else None,
         extra_writes=result_writes,
+        result=result,
     )
-    return Decision(Completed(row.execution_id), change)
+    if mail_guard:
+        change = msgspec.structs.replace(change, guards=(*change.guards, *mail_guard))
+    return Decision(Completed(row.execution_id, unread=unread or msgspec.UNSET), change)
 
 
 def fail(
@@ -68,15 +88,16 @@ def fail(
     *,
     reason: str,
     category: str,
+    failure: str | None = None,
     retry_policy: str | None,
     chance: float,
     now: int,
 ) -> Decision[RetryScheduled | TerminalFailed]:
     """End the attempt with a failure: schedule a retry if the policy allows one, else end the execution as failed.
 
-    `category` is free text that names the failure; `permanent` and `cancelled` are never retried. `retry_policy`
-    replaces the stored policy. `chance` spreads a backoff with jitter. If the same holder fails again it gets the first
-    answer.
+    `category` is free text that names the failure; `permanent` and `cancelled` are never retried. `failure` is the
+    exception as JSON; it is kept with the attempt, and for the last one in place of the result. `retry_policy` replaces
+    the stored policy. `chance` spreads a backoff with jitter. If the same holder fails again it gets the first answer.
     """
     if row is None:
         return refuse(errors.NotFound("execution"))
@@ -91,22 +112,27 @@ def fail(
         return refused
     retry = decode_terms(row.terms).retry if retry_policy is None else parse_retry(retry_policy)
     if may_retry(retry, row.retry_count, category):
-        return _schedule_retry(row, backoff_ms(retry, row.retry_count, chance), reason, category)
+        return _schedule_retry(row, backoff_ms(retry, row.retry_count, chance), reason, category, failure)
+    failure_writes: tuple[Write, ...] = ()
+    if failure is not None:
+        failure_writes = (Insert(Result(row.execution_id, failure.encode(), FAILURE_ENCODING)),)
     change = transitions.terminate(
         row,
         TerminalOutcome.FAILED,
         attempt=AttemptRecordState.ENDED_FAILURE,
         attempt_reason=reason,
         category=category,
+        failure=failure,
         release_reason="failed_terminal",
         guard=seen(row, live(row)),
+        extra_writes=failure_writes,
         failure_reason=reason,
     )
     return Decision(TerminalFailed(row.execution_id), change)
 
 
 def _schedule_retry(
-    row: Execution, delay_ms: int, reason: str, category: str
+    row: Execution, delay_ms: int, reason: str, category: str, failure: str | None
 ) -> Decision[RetryScheduled | TerminalFailed]:
     """Return the decision that ends the attempt and makes the execution claimable after the backoff."""
     fields = {
@@ -126,7 +152,9 @@ def _schedule_retry(
         guards=(seen(row, live(row)),),
         writes=(
             transitions.transition(row, fields),
-            lease.attempt_record(row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category),
+            lease.attempt_record(
+                row, AttemptRecordState.ENDED_FAILURE, reason=reason, category=category, failure=failure
+            ),
             *cleanup.close_stream(row, cleanup.ATTEMPT_FAILURE),
         ),
         events=(lease_event(row, "released", reason="failed_retry_scheduled"),),

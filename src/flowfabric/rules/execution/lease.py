@@ -188,6 +188,7 @@ def attempt_record(
     *,
     reason: str | None = None,
     category: str | None = None,
+    failure: str | None = None,
     ended_at: int | None = None,
 ) -> Insert:
     """Return the insert that turns the current attempt into a row, when it ends or a new attempt replaces it."""
@@ -210,6 +211,7 @@ def attempt_record(
             ended_at=NOW if ended_at is None else ended_at,
             failure_reason=reason,
             failure_category=category,
+            failure=failure,
         )
     )
 
@@ -254,3 +256,4 @@ class AcquiredLease(msgspec.Struct, frozen=True):
     current_lane: str  # the lane named by the claim, which may differ from `lane_id`
     worker_instance_id: str
     reclaim_count: int = 0  # reclaims including this one; 0 if this claim was no reclaim
+    life: int = 0

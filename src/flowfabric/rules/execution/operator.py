@@ -90,15 +90,15 @@ def revoke_lease(
 
 
 def change_priority(row: Execution | None, priority: int) -> Decision[Changed]:
-    """Change the priority of a claimable execution; its age is kept."""
+    """Change the priority of a claimable execution; its age is kept, in a later life the age of that life."""
     if row is None:
         return refuse(errors.NotFound("execution"))
     if not is_eligible(row):
         return refuse(errors.ExecutionNotEligible(execution_id=row.execution_id))
-    priority = queue.clamp_priority(priority)
+    priority, terms = queue.clamp_priority(priority), decode_terms(row.terms)
     fields = {
         "priority": priority,
-        "rank": row.created_at + queue.position_offset(priority, decode_terms(row.terms)),
+        "rank": queue.queued_at(row, terms) + queue.position_offset(priority, terms),
         "last_mutation_at": NOW,
     }
     details = msgspec.json.encode({"old_priority": row.priority, "new_priority": priority}).decode()

@@ -21,6 +21,7 @@ import msgspec
 from flowfabric import json_limits
 from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidPolicyJson
 from flowfabric.ids import parse_uuid
+from flowfabric.rules.durable import schema_limits
 from flowfabric.rules.execution.retry import BackoffPolicy, ExponentialBackoff, FixedBackoff, RetryPolicy
 from flowfabric.rules.scheduling.capabilities import required_capabilities
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 DAY_MS: Final = 86_400_000
 MAX_LENGTH_MS: Final = 2**53 - 1
 MAX_NUMBER: Final = 2**63 - 1
-MAX_AGEING_MS: Final = 10**12  # at most: one priority step then outweighs any age
+MAX_AGEING_MS: Final = 10**12  # at this value one priority step outweighs any age
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,6 +51,8 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     retention_ttl_ms: int | None = None
     delay_until: int | None = None
     kept_for_successors: bool = False
+    detached: bool = False
+    has_inbox: bool = False  # it declares which messages the run takes; see `rules.durable.inbox_schema`
 
 
 DEFAULT_TERMS: Final = Terms()
@@ -75,6 +78,8 @@ PARTS: Final = frozenset(
         "stream_policy",
         "max_signals_per_execution",
         "kept_for_successors",
+        "detached",
+        "inbox",
     }
 )
 
@@ -181,7 +186,20 @@ def _parse_document(policy: Document) -> Terms:
         retention_ttl_ms=_retention(stream),
         delay_until=_length(policy, "delay_until"),
         kept_for_successors=_or(_flag(policy, "kept_for_successors", ""), False),
+        detached=_or(_flag(policy, "detached", ""), False),
+        has_inbox=_has_inbox(policy),
     )
+
+
+def _has_inbox(policy: Document) -> bool:
+    """True if the policy declares which messages the run takes, each with the JSON schema of its value."""
+    inbox = _part(policy, "inbox")
+    for name, schema in (inbox or {}).items():
+        if not name or not isinstance(schema, Mapping):
+            raise InvalidPolicyJson(f"inbox.{name}:not_object")
+        if invalid := schema_limits.check_schema(msgspec.json.encode(schema).decode()):
+            raise InvalidPolicyJson(f"inbox.{name}:{invalid.detail}")
+    return bool(inbox)
 
 
 def _retry(document: Document, path: str = "") -> RetryPolicy:

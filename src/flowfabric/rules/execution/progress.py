@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from flowfabric import errors
 from flowfabric.model.answers.execution import ProgressNoted
@@ -16,7 +19,12 @@ from flowfabric.rules.execution.fences import Fence
 
 
 def update_progress(
-    row: Execution | None, fence: Fence, pct: int | None, message: str | None, now: int
+    row: Execution | None,
+    fence: Fence,
+    pct: int | None,
+    message: str | None,
+    now: int,
+    counts: Mapping[str, int] | None = None,
 ) -> Decision[ProgressNoted]:
     """Overwrite the given parts and keep the others. An expired lease is refused but not marked as expired."""
     if row is None:
@@ -34,5 +42,14 @@ def update_progress(
         fields["progress_pct"] = pct
     if message:
         fields["progress_message"] = message
+    if counts is not None:
+        fields["progress_counts"] = msgspec.json.encode(counts).decode()
     change = Change(guards=(seen(row, live(row)),), writes=(Patch(Execution, (row.execution_id,), fields),))
     return Decision(ProgressNoted(row.execution_id), change)
+
+
+def decode_counts(row: Execution) -> dict[str, int]:
+    """Return how often each branch of a durable function has reported; a plain task counts within an attempt."""
+    if row.progress_counts is None or not (row.has_steps or row.has_waits):
+        return {}
+    return msgspec.json.decode(row.progress_counts, type=dict[str, int])

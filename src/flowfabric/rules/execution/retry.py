@@ -40,7 +40,7 @@ def may_retry(
 ) -> TypeGuard[RetryPolicy]:
     """True if another attempt follows; `retry_count` is the count before this failure.
 
-    On the wire only the category carries the failure class, so without `klass` the category stands for both.
+    On the wire only the category carries the failure class, so without `klass` the category decides.
     """
     if retry is None or retry_count >= retry.max_retries or (klass or category) in NEVER_RETRIED:
         return False

@@ -123,6 +123,14 @@ def encode_tags(tags: Mapping[str, str]) -> str | None:
     return msgspec.json.encode(dict(sorted(tags.items()))).decode() if tags else None
 
 
+def stored_fragment(key: str, value: str) -> str:
+    """Return the text that stored tags contain if and only if they have this tag.
+
+    A key holds no character that JSON escapes, and within a value a quote is escaped: so the text occurs nowhere else.
+    """
+    return msgspec.json.encode({key: value}).decode()[1:-1]
+
+
 def set_tags_as_holder(row: Execution | None, fence: Fence, pairs: Mapping[str, str], now: int) -> Decision[int]:
     """Upsert tags, reserved ones included, for the holder of the current lease."""
     if row is None:

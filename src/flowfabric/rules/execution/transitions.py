@@ -24,7 +24,7 @@ from flowfabric.model.change import (
     seen,
 )
 from flowfabric.model.event import Event
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, Result
 from flowfabric.model.instant import NOW, FromNow
 from flowfabric.model.states import (
     AttemptRecordState,
@@ -63,6 +63,7 @@ def terminate(
     attempt: AttemptRecordState,
     attempt_reason: str | None = None,
     category: str | None = None,
+    failure: str | None = None,
     release_reason: str,
     details: str | None = None,
     guard: Guard | None = None,
@@ -70,6 +71,7 @@ def terminate(
     stream_reason: str | None = None,
     suspension_reason: str | None = None,
     records_outcome: bool = True,
+    result: Result | None = None,
     **fields: Any,
 ) -> Change:
     """Return the change that ends an execution: state, open attempt, lease, queue, grant and one completion event.
@@ -78,7 +80,7 @@ def terminate(
 
     `release_reason` appears in the lease history if a lease ends here. `stream_reason` and `suspension_reason` close an
     open stream or suspension; without them the outcome is the reason. `records_outcome=False` leaves the outgoing edges
-    to the dependency reconciler.
+    to the dependency reconciler. `result` is reported to the parent.
     """
     was_active = row.lifecycle_phase is LifecyclePhase.ACTIVE
     fields |= TERMINAL_FIELDS
@@ -95,10 +97,11 @@ def terminate(
         fields["line"] = None
     writes: tuple[Write, ...] = (transition(row, fields),)
     if lease.has_open_attempt(row) and outcome is not TerminalOutcome.SUCCESS:
-        writes += (lease.attempt_record(row, attempt, reason=attempt_reason, category=category),)
+        writes += (lease.attempt_record(row, attempt, reason=attempt_reason, category=category, failure=failure),)
     writes += cleanup.close_stream(row, stream_reason or cleanup.STREAM_REASON[outcome])
     writes += cleanup.close_suspension(row, suspension_reason or outcome.value)
-    writes += cleanup.report_to_parent(row, outcome)
+    writes += cleanup.report_to_parent(row, outcome, result)
+    writes += cleanup.cancel_children(row, outcome)
     if records_outcome:
         extra_writes += successors.outcome_writes(row, outcome)
     return Change(

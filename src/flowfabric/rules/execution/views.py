@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from flowfabric import errors
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.event import Event, FeedEvent
 from flowfabric.model.execution import Attempt, Execution, Payload
+from flowfabric.model.failure import read_failure
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
@@ -20,6 +22,8 @@ from flowfabric.model.states import (
     PublicState,
     TerminalOutcome,
 )
+from flowfabric.model.text import first_line
+from flowfabric.model.view import view_of
 from flowfabric.rules.execution import lease
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.expire import ATTEMPT_TIMEOUT
@@ -95,6 +99,23 @@ class ExecutionSnapshot(msgspec.Struct, frozen=True):
     last_mutation_at: int
     total_attempt_count: int
     tags: dict[str, str]
+    priority: int
+    started_at: int | None
+    ended_at: int | None
+    delay_until: int | None
+    parent_id: str | None
+    reason: str | None  # the first line of its failure or cancellation
+    life: int  # how often it continued as new
+    idempotency_key: str | None  # with which it was created
+    unread: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # messages that it has not received; not in lists
+
+
+class ExecutionListing(ExecutionSnapshot, frozen=True, kw_only=True):
+    """An execution in a list, with its kind; `blocking_detail` is cut to its first line."""
+
+    execution_kind: str
+    worker_instance_id: str | None  # the worker that holds it, or that held it last
+    progress_pct: int | None
 
 
 class StateVector(msgspec.Struct, frozen=True):
@@ -135,6 +156,31 @@ class ExecutionContext(msgspec.Struct, frozen=True):
     tags: dict[str, str]
 
 
+class ExecutionInput(msgspec.Struct, frozen=True):
+    """The input of an execution and the other constants of its creation."""
+
+    execution_kind: str
+    payload: bytes
+    encoding: str | None
+    creator_identity: str
+    policy: dict[str, Any] | None
+
+
+def execution_input(payload: Payload) -> ExecutionInput:
+    """Return the input of an execution. Raises `Corruption` if the stored policy is not valid."""
+    try:
+        policy = None if payload.policy is None else msgspec.json.decode(payload.policy, type=dict[str, Any])
+    except msgspec.DecodeError as fault:
+        raise errors.Corruption(f"payload: policy: {fault}") from fault
+    return ExecutionInput(
+        payload.execution_kind,
+        payload.input_payload or b"",
+        payload.payload_encoding,
+        payload.creator_identity,
+        policy,
+    )
+
+
 def blocking_detail(row: Execution) -> str:
     """Return why the execution waits, as text. A detail that names an instant is built from the column."""
     match row.blocking_reason:
@@ -160,18 +206,10 @@ def renewal_deadline(row: Execution) -> int | None:
 
 def make_state_vector(row: Execution) -> StateVector:
     """Return the state vector of a row."""
-    return StateVector(
-        row.lifecycle_phase.value,
-        row.ownership_state.value,
-        row.eligibility_state.value,
-        row.blocking_reason.value,
-        row.terminal_outcome.value,
-        row.attempt_state.value,
-        row.public_state.value,
-    )
+    return StateVector(**{name: getattr(row, name).value for name in StateVector.__struct_fields__})
 
 
-def execution_snapshot(row: Execution) -> ExecutionSnapshot:
+def execution_snapshot(row: Execution, unread: dict[str, int] | msgspec.UnsetType = msgspec.UNSET) -> ExecutionSnapshot:
     """Return the execution as shown to people."""
     attempt = None
     if row.attempt_id is not None and row.attempt_index is not None:
@@ -186,39 +224,51 @@ def execution_snapshot(row: Execution) -> ExecutionSnapshot:
             row.attempt_index or 0,
             row.lease_renewed_at,
         )
-    return ExecutionSnapshot(
-        execution_id=row.execution_id,
-        flow_id=row.flow_id,
-        lane_id=row.lane_id,
-        namespace=row.namespace,
-        public_state=row.public_state,
+    return view_of(
+        ExecutionSnapshot,
+        row,
         blocking_reason=None if row.blocking_reason is BlockingReason.NONE else row.blocking_reason,
         blocking_detail=blocking_detail(row) or None,
         current_attempt=attempt,
         current_lease=current_lease,
         current_waitpoint=row.current_waitpoint_id,
-        created_at=row.created_at,
         last_mutation_at=last_mutation_at(row),
-        total_attempt_count=row.total_attempt_count,
         tags=tag_rules.decode_tags(row.tags),
+        ended_at=row.completed_at,
+        reason=failure_line(row),
+        unread=unread,
+        life=row.life or 0,
+    )
+
+
+def failure_line(row: Execution) -> str | None:
+    """Return the first line of the failure or cancellation; None if it succeeded or nothing has failed."""
+    if row.terminal_outcome is TerminalOutcome.SUCCESS:
+        return None  # the reason is of an earlier attempt
+    return first_line(row.failure_reason or row.cancellation_reason) or None
+
+
+def execution_listing(row: Execution, kind: str) -> ExecutionListing:
+    """Return the execution as lists show it."""
+    snapshot = execution_snapshot(row)
+    return view_of(
+        ExecutionListing,
+        snapshot,
+        blocking_detail=first_line(snapshot.blocking_detail) or None,
+        execution_kind=kind,
+        worker_instance_id=row.worker_instance_id,
+        progress_pct=row.progress_pct,
     )
 
 
 def execution_info(row: Execution, payload: Payload) -> ExecutionInfo:
     """Return the execution as the API returns it."""
-    return ExecutionInfo(
-        execution_id=row.execution_id,
-        namespace=row.namespace,
-        lane_id=row.lane_id,
-        priority=row.priority,
+    return view_of(
+        ExecutionInfo,
+        row,
         execution_kind=payload.execution_kind,
         state_vector=make_state_vector(row),
-        public_state=row.public_state,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        completed_at=row.completed_at,
         current_attempt_index=row.attempt_index or 0,
-        flow_id=row.flow_id,
         blocking_detail=blocking_detail(row),
     )
 
@@ -230,6 +280,7 @@ def attempt_views(row: Execution | None, ended: Iterable[Attempt]) -> list[Attem
         return views
     if lease.holds_successful_attempt(row):
         record = lease.attempt_record(row, AttemptRecordState.ENDED_SUCCESS, ended_at=row.completed_at)
+        assert isinstance(record.row, Attempt)
         return [*views, _attempt_view(record.row)]
     if not lease.has_open_attempt(row):
         return views
@@ -340,8 +391,7 @@ def core_fields(row: Execution, payload: Payload) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _attempt_view(attempt: msgspec.Struct) -> AttemptView:
-    fields = msgspec.structs.asdict(attempt)
-    fields["created_at"] = fields["started_at"]
-    fields["lineage"] = lease.decode_lineage(fields["lineage"])
-    return AttemptView(**fields)
+def _attempt_view(attempt: Attempt) -> AttemptView:
+    error = None if attempt.failure is None else read_failure(attempt.failure)
+    lineage = lease.decode_lineage(attempt.lineage)
+    return view_of(AttemptView, attempt, created_at=attempt.started_at, lineage=lineage, error=error)

@@ -26,6 +26,7 @@ from flowfabric.model.flow import (
     OnSatisfied,
 )
 from flowfabric.model.instant import NOW, Draft, FromNow
+from flowfabric.model.view import view_of
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.tags import check_tags_size, decode_tags, encode_tags
@@ -69,7 +70,7 @@ def parse_join_policy(wire: object) -> JoinPolicy | errors.FabricError:
         return JoinPolicy(JoinPolicyKind(kind), OnSatisfied(on_satisfied), size)
     if kind == JoinPolicyKind.ALL_OF:
         return JoinPolicy()
-    return errors.InvalidInput(f"policy: {validation.preview(kind)} is none of all_of, any_of, quorum")
+    return errors.InvalidInput(f"policy: {validation.preview(kind)} is not one of all_of, any_of, quorum")
 
 
 def join_policy_of(group: EdgeGroup) -> JoinPolicy:
@@ -90,16 +91,6 @@ def seen_flow(flow: Flow) -> Guard:
 def seen_group(group: EdgeGroup | None, flow_id: str, downstream: str) -> Guard:
     """Return a guard on the group as it was loaded, or on its absence."""
     return Guard(EdgeGroup, (flow_id, downstream), None if group is None else group.revision)
-
-
-def parse_dependency_kind(name: object) -> DependencyKind | errors.FabricError:
-    """Parse which upstream outcomes satisfy an edge."""
-    try:
-        return DependencyKind(name)  # type: ignore[arg-type]
-    except ValueError:
-        return errors.InvalidInput(
-            f"dependency_kind: {validation.preview(name)} is none of {', '.join(DependencyKind)}"
-        )
 
 
 def create_flow(
@@ -230,15 +221,7 @@ class EdgeSnapshot(msgspec.Struct, frozen=True):
 
 def edge_snapshot(edge: Edge) -> EdgeSnapshot:
     """Return the edge as shown to readers."""
-    return EdgeSnapshot(
-        edge.edge_id,
-        edge.flow_id,
-        edge.upstream_execution_id,
-        edge.downstream_execution_id,
-        edge.dependency_kind.value,
-        edge.data_passing_ref,
-        edge.created_at,
-    )
+    return view_of(EdgeSnapshot, edge, dependency_kind=edge.dependency_kind.value)
 
 
 def new_edge(request: StageEdge) -> Edge[Draft]:

@@ -44,16 +44,11 @@ FALLBACK_REASON = "flow_cancelled"
 PENDING_PHASES = frozenset({LifecyclePhase.SUBMITTED, LifecyclePhase.RUNNABLE})
 
 
-def parse_cancellation_policy(name: object) -> CancellationPolicy | errors.FabricError:
+def parse_cancellation_policy(name: object) -> CancellationPolicy:
     """Parse a cancellation policy; `cancel_flow_only` is an alias of `flow_only`."""
     if name == "cancel_flow_only":
         return CancellationPolicy.FLOW_ONLY
-    try:
-        return CancellationPolicy(name)  # type: ignore[arg-type]
-    except ValueError:
-        return errors.InvalidInput(
-            f"cancellation_policy: {validation.preview(name)} is none of {', '.join(CancellationPolicy)}"
-        )
+    return validation.choice(CancellationPolicy, "cancellation_policy", name)
 
 
 def check_grace(grace_ms: object) -> errors.FabricError | None:

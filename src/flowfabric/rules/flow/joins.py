@@ -193,7 +193,7 @@ class JoinContext(msgspec.Struct, frozen=True):
 
     siblings: Sequence[str] = ()  # upstreams that have not ended, if they are to be cancelled
     passed_result: tuple[Payload, Result] | None = None  # the child's input and the result that replaces it
-    flow: Flow | None = None  # if the child is skipped
+    flow: Flow | None = None  # loaded if the child is skipped
     cancel_pending: bool = False  # the child is in the cancel backlog of its flow
 
 

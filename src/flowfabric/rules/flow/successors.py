@@ -3,7 +3,7 @@
 The execution row names its applied outgoing edges if there are few; otherwise it says that there are many. So a
 completion knows its edges without a load: applying an edge writes the row, and a completion decided on an older row
 conflicts. With few edges, the completing change records the outcome on each. With many, it inserts a dispatch row,
-which is worked off in bounded steps (`fan_out`).
+which is handled in bounded steps (`fan_out`).
 """
 
 from __future__ import annotations

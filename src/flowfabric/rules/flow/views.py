@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,9 +11,19 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.change import Change, Patch, Upsert
 from flowfabric.model.execution import Execution
-from flowfabric.model.flow import EdgeGroup, Flow, FlowState, FlowSummary
+from flowfabric.model.flow import (
+    DependencyKind,
+    Edge,
+    EdgeGroup,
+    Flow,
+    FlowState,
+    FlowSummary,
+    GroupState,
+    JoinPolicyKind,
+)
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import LifecyclePhase, PublicState
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.tags import decode_tags
 from flowfabric.rules.flow.build import join_policy_of, seen_flow
@@ -63,6 +73,34 @@ class FlowStatus(msgspec.Struct, frozen=True):
     status: str
 
 
+class FlowListing(msgspec.Struct, frozen=True):
+    """A flow in a list: its state and its members by public state, as last projected."""
+
+    flow_id: str
+    flow_kind: str
+    namespace: str
+    public_flow_state: FlowState
+    created_at: int
+    cancelled_at: int | None
+    node_count: int
+    edge_count: int
+    members: dict[str, int]
+    projected_at: int | None  # None before the first projection
+
+
+def flow_listing(flow: Flow, summary: FlowSummary | None) -> FlowListing:
+    """Return the flow as lists show it."""
+    is_open = flow.public_flow_state is FlowState.OPEN
+    counts = {} if summary is None else {state.value: getattr(summary, f"members_{state.value}") for state in COUNTED}
+    return view_of(
+        FlowListing,
+        flow,
+        public_flow_state=summary.public_flow_state if is_open and summary is not None else flow.public_flow_state,
+        members={state: count for state, count in counts.items() if count},
+        projected_at=None if summary is None else summary.last_summary_update_at,
+    )
+
+
 def group_snapshot(group: EdgeGroup) -> EdgeGroupSnapshot:
     """Return the join as shown to readers."""
     counted = group.succeeded + group.failed + group.skipped
@@ -81,21 +119,13 @@ def group_snapshot(group: EdgeGroup) -> EdgeGroupSnapshot:
 def flow_snapshot(flow: Flow, groups: Sequence[EdgeGroup]) -> FlowSnapshot:
     """Return the flow as shown to readers, with the joins that have edges."""
     policy = flow.cancellation_policy
-    return FlowSnapshot(
-        flow.flow_id,
-        flow.flow_kind,
-        flow.namespace,
-        flow.public_flow_state.value,
-        flow.graph_revision,
-        flow.node_count,
-        flow.edge_count,
-        flow.created_at,
-        flow.last_mutation_at,
-        flow.cancelled_at,
-        flow.cancel_reason,
-        None if policy is None else policy.value,
-        tags_of(flow),
-        [group_snapshot(group) for group in groups if group.staged > 0],
+    return view_of(
+        FlowSnapshot,
+        flow,
+        public_flow_state=flow.public_flow_state.value,
+        cancellation_policy=None if policy is None else policy.value,
+        tags=tags_of(flow),
+        edge_groups=[group_snapshot(group) for group in groups if group.staged > 0],
     )
 
 
@@ -158,3 +188,95 @@ def project_summary(flow: Flow | None, total: int, rows: Iterable[Execution]) ->
     if flow.project_at is not None:
         writes = (next_projection, *writes)
     return Decision(True, Change(guards=(seen_flow(flow),), writes=writes))
+
+
+class GraphNode(msgspec.Struct, frozen=True, array_like=True):
+    """A member of a flow; its state is None if retention has deleted it."""
+
+    execution_id: str
+    execution_kind: str
+    public_state: PublicState | None
+
+
+class GraphLink(msgspec.Struct, frozen=True, array_like=True):
+    """An edge between two nodes, by their places in the list of nodes."""
+
+    upstream: int
+    downstream: int
+    dependency_kind: DependencyKind
+
+
+class GraphJoin(msgspec.Struct, frozen=True, array_like=True):
+    """The join of a node: how many upstreams it needs (None for all of them), the outcomes so far, and its state."""
+
+    node: int
+    policy: JoinPolicyKind
+    need: int | None
+    staged: int
+    succeeded: int
+    failed: int
+    skipped: int
+    group_state: GroupState
+
+
+class FlowGraph(msgspec.Struct, frozen=True):
+    """A whole flow. Its layout can change only when `graph_revision` does; states change without it."""
+
+    flow_id: str
+    flow_kind: str
+    namespace: str
+    public_flow_state: FlowState
+    graph_revision: int
+    created_at: int
+    cancelled_at: int | None
+    cancel_reason: str | None
+    nodes: list[GraphNode]
+    edges: list[GraphLink]
+    joins: list[GraphJoin]
+
+
+def flow_graph(
+    flow: Flow,
+    members: Sequence[str],
+    edges: Iterable[Edge],
+    groups: Iterable[EdgeGroup],
+    executions: Mapping[str, Execution],
+    kinds: Mapping[str, str],
+) -> FlowGraph:
+    """Return the graph of a flow; an edge whose end is no member is left out."""
+    place = {name: number for number, name in enumerate(members)}
+    states = {name: row.public_state for name, row in executions.items()}
+    return view_of(
+        FlowGraph,
+        flow,
+        nodes=[GraphNode(name, kinds.get(name, ""), states.get(name)) for name in members],
+        edges=[
+            GraphLink(place[edge.upstream_execution_id], place[edge.downstream_execution_id], edge.dependency_kind)
+            for edge in edges
+            if edge.upstream_execution_id in place and edge.downstream_execution_id in place
+        ],
+        joins=[
+            GraphJoin(
+                place[group.downstream_execution_id],
+                group.policy_variant,
+                _needed(group),
+                group.staged,
+                group.succeeded,
+                group.failed,
+                group.skipped,
+                group.group_state,
+            )
+            for group in groups
+            if group.staged and group.downstream_execution_id in place
+        ],
+    )
+
+
+def _needed(group: EdgeGroup) -> int | None:
+    match group.policy_variant:
+        case JoinPolicyKind.ALL_OF:
+            return None
+        case JoinPolicyKind.ANY_OF:
+            return 1
+        case JoinPolicyKind.QUORUM:
+            return group.k

@@ -9,10 +9,10 @@ import msgspec
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.answers.limits import QuotaLimitKind, QuotaLimits
-from flowfabric.model.budget import Budget, BudgetDimension
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.limits.budget import Budget, BudgetDimension
+from flowfabric.model.limits.quota import QuotaPolicy
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.model.text import pluralize
 from flowfabric.rules.execution.policy import decode_terms
@@ -29,8 +29,8 @@ class AdmissionRefusal(msgspec.Struct, frozen=True):
     reason: BlockingReason
     limit: NamespacedId  # the budget or the quota policy
     detail: str
-    dimension: str = ""  # of the budget
-    hit: QuotaLimitKind | None = None  # of the quota
+    dimension: str = ""  # which one of the budget
+    hit: QuotaLimitKind | None = None  # which limit of the quota
     wait_ms: int | None = None
 
 
@@ -137,7 +137,7 @@ def quota_refusal(
     reason = BlockingReason.WAITING_FOR_QUOTA
     match verdict:
         case limit_answers.RateExceeded(retry_after_ms=wait_ms):
-            detail = f"quota {policy.id}: rate, again in {wait_ms} ms"
+            detail = f"quota {policy.id}: {pluralize(limits.max_requests_per_window, 'start')} per window, all used"
             return AdmissionRefusal(reason, policy, detail, hit=QuotaLimitKind.RATE, wait_ms=wait_ms)
         case limit_answers.ConcurrencyExceeded():
             detail = f"quota {policy.id}: {pluralize(limits.active_concurrency_cap, 'slot')}, all taken"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 import msgspec
 
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution import operator
 from flowfabric.rules.execution.policy import decode_terms

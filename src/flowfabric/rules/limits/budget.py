@@ -15,12 +15,14 @@ from msgspec.structs import replace
 
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
 from flowfabric.model.change import Change, Delete, Guard, Upsert, Write
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
+from flowfabric.model.limits.budget import Budget, BudgetDimension, BudgetReservation, BudgetSpend, UsageKey
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
+from flowfabric.model.view import view_of
 from flowfabric.rules.limits import owner as owner_rules
 
 DEDUP_TTL_MS = 24 * 60 * 60 * 1000
+UNACKNOWLEDGED_TTL_MS = 30 * DEDUP_TTL_MS  # so long the key of a report is kept that its caller will acknowledge
 MAX_AMOUNT = 2**63 - 1
 
 A = TypeVar("A")
@@ -28,7 +30,7 @@ Amounts = tuple[tuple[str, int], ...]
 
 
 class BudgetState(msgspec.Struct, frozen=True):
-    """A loaded budget. Ledgers and idempotency keys are loaded only as far as they were requested."""
+    """A loaded budget. Reservations, ledgers and idempotency keys are loaded only as far as they were requested."""
 
     budget_id: str
     partition: int
@@ -39,7 +41,7 @@ class BudgetState(msgspec.Struct, frozen=True):
     keys: dict[str, int] = {}  # digests of applied reports and when they expire
     spends_cleared: bool = False  # all ledgers were deleted since the load
     namespace: str = DEFAULT_NAMESPACE
-    other_roots: dict[NamespacedId, Budget] = {}  # of the same id in other namespaces, as far as loaded
+    other_roots: dict[NamespacedId, Budget] = {}  # those of the same id in other namespaces, as far as loaded
 
     @property
     def key(self) -> NamespacedId:
@@ -106,11 +108,11 @@ def change_between(before: BudgetState, after: BudgetState) -> Change | None:
     writes += _changed_rows(before.dimensions, after.dimensions)
     writes += _changed_rows({} if after.spends_cleared else before.spends, after.spends)
     writes += _changed_rows(before.reservations, after.reservations)
-    writes += [
-        Upsert(UsageKey(name.id, digest, until, name.namespace))
-        for digest, until in after.keys.items()
-        if before.keys.get(digest) != until
-    ]
+    for digest, until in after.keys.items():
+        if (known := before.keys.get(digest)) != until:
+            if known is not None and known > until:  # acknowledged
+                writes.append(Delete(UsageKey, (*name, digest, known)))
+            writes.append(Upsert(UsageKey(name.id, digest, until, name.namespace)))
     if not writes and after.root == before.root:
         return None
     revision = None if before.root is None else before.root.revision
@@ -156,6 +158,16 @@ def was_applied(state: BudgetState, digest: str, now: int) -> bool:
     return state.keys.get(digest, 0) > now
 
 
+def acknowledge(state: BudgetState, digests: Iterable[str], now: int) -> BudgetState:
+    """Note that the callers of these reports have recorded them: they will not repeat them.
+
+    Their keys stay for a day, so that a former holder of the lease who comes late is not counted either.
+    """
+    until = now + DEDUP_TTL_MS
+    shortened = {digest: until for digest in digests if state.keys.get(digest, 0) > until}
+    return replace(state, keys={**state.keys, **shortened}) if shortened else state
+
+
 def find_hard_breach(state: BudgetState, amounts: Amounts) -> limit_answers.HardBreach | None:
     """Return the first dimension, in the given order, whose hard limit these amounts would exceed."""
     for name, amount in amounts:
@@ -183,7 +195,13 @@ def record_breach(state: BudgetState, breach: limit_answers.HardBreach, now: int
 
 
 def apply_usage(
-    state: BudgetState, amounts: Amounts, digest: str | None, execution_id: str | None, now: int
+    state: BudgetState,
+    amounts: Amounts,
+    digest: str | None,
+    execution_id: str | None,
+    now: int,
+    *,
+    key_ttl_ms: int = DEDUP_TTL_MS,
 ) -> BudgetDecision[limit_answers.UsageResult]:
     """Count these amounts, also in the ledger of an execution if given, and record the report's digest."""
     dimensions, spends = dict(state.dimensions), dict(state.spends)
@@ -200,7 +218,7 @@ def apply_usage(
             spent = spends.get((execution_id, name))
             total = amount + (0 if spent is None else spent.amount)
             spends[execution_id, name] = BudgetSpend(state.budget_id, execution_id, name, total, state.namespace)
-    keys = state.keys if digest is None else {**state.keys, digest: now + DEDUP_TTL_MS}
+    keys = state.keys if digest is None else {**state.keys, digest: now + key_ttl_ms}
     row = state.root_or_new()
     root = replace(row, soft_breach_count=row.soft_breach_count + (soft is not None), last_updated_at=now)
     after = replace(state, root=root, dimensions=dimensions, spends=spends, keys=keys)
@@ -266,21 +284,14 @@ def status(state: BudgetState) -> limit_answers.BudgetStatus | errors.FabricErro
         return errors.NotFound("budget")
     rows = in_definition_order(state.dimensions.values())
     declared = [row for row in rows if row.position is not None]
-    return limit_answers.BudgetStatus(
-        budget_id=root.budget_id,
-        scope_type=root.scope_type,
-        scope_id=root.scope_id,
-        enforcement_mode=root.enforcement_mode,
+    return view_of(
+        limit_answers.BudgetStatus,
+        root,
         usage={row.dimension: row.usage for row in rows if row.usage is not None},
         hard_limits={row.dimension: row.hard_limit for row in declared},
         soft_limits={row.dimension: row.soft_limit for row in declared},
-        breach_count=root.breach_count,
-        soft_breach_count=root.soft_breach_count,
-        on_hard_limit=root.on_hard_limit,
-        on_soft_limit=root.on_soft_limit,
         reserved={row.dimension: row.reserved for row in rows if row.reserved},
         last_breach_at=_optional_text(root.last_breach_at),
-        last_breach_dim=root.last_breach_dim,
         next_reset_at=_optional_text(root.next_reset_at),
         created_at=_optional_text(root.created_at),
     )

@@ -16,8 +16,8 @@ from flowfabric.handles import HandleFields
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.owned_id import NamespacedId
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules.decision import Decision
@@ -125,5 +125,5 @@ def resume_from_budget(
             payload=b"null",
             sender=need.budget_id,
         )
-        return Decision(True, mailbox.send_message(row, suspension, None, message, now).change)
+        return Decision(True, mailbox.send_message(row, suspension, None, message, now, is_internal=True).change)
     return Decision(True, resume.resume_execution(row, suspension, 0).change)

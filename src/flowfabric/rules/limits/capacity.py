@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric import errors
-from flowfabric.model.budget import Budget
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import NamespacedId
-from flowfabric.model.quota import QuotaPolicy
+from flowfabric.model.limits.budget import Budget
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaSlot
+from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.model.states import BlockingReason
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.limits import budget as budget_rules
@@ -32,7 +32,7 @@ class Capacity:
         self._only = only
         self._exhausted: dict[NamespacedId, bool] = {}
         self._free: dict[NamespacedId, int | None] = {}  # None is unlimited
-        self._holders: dict[NamespacedId, frozenset[tuple[str, int]]] = {}
+        self._holders: dict[NamespacedId, set[tuple[str, int]]] = {}
         self._budgets: dict[NamespacedId, Budget | None] = {}
         self._policies: dict[NamespacedId, QuotaPolicy | None] = {}
         self.unreadable: set[NamespacedId] = set()  # limits with corrupt numbers; they have no capacity
@@ -60,9 +60,19 @@ class Capacity:
             is_corrupt = isinstance(quota.limits_of(state.root), errors.FabricError)
             self._policies[key] = state.root
             self._free[key] = 0 if is_corrupt else quota.free_capacity(state, now)
-            self._holders[key] = quota.slot_holders(state, now)
+            self._holders[key] = {*quota.slot_holders(state.slots.values(), now)}
             if is_corrupt:
                 self.unreadable.add(key)
+
+    def slots_to_check(self, rows: Iterable[Execution]) -> list[tuple[NamespacedId, str]]:
+        """Return the slots, as policy and execution, that may admit these rows although their policies are full."""
+        candidates = ((one, row.execution_id) for row in rows for one in self._candidates(row, _policy_ids(row)))
+        return [(policy, execution_id) for policy, execution_id in candidates if self._free.get(policy) == 0]
+
+    def add_slots(self, slots: Iterable[QuotaSlot], now: int) -> None:
+        """Add loaded slots of policies that were added."""
+        for slot in slots:
+            self._holders[NamespacedId(slot.namespace, slot.quota_policy_id)] |= quota.slot_holders([slot], now)
 
     def is_full(self, limit: NamespacedId) -> bool:
         """True if the limit was added and has no capacity."""

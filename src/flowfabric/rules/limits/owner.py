@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
 
 
 class LimitRoot(Protocol):

@@ -21,9 +21,10 @@ from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.change import Change, Delete, Guard, Upsert, Write
 from flowfabric.model.execution import Execution
-from flowfabric.model.owned_id import DEFAULT_NAMESPACE, NamespacedId
-from flowfabric.model.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.limits.quota import QuotaPolicy, QuotaRequest, QuotaSlot
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
 from flowfabric.model.states import EligibilityState, LifecyclePhase
+from flowfabric.model.view import view_of
 from flowfabric.rules import outbox
 from flowfabric.rules.execution.policy import decode_terms
 
@@ -48,7 +49,7 @@ class ReleaseAdmission(msgspec.Struct, frozen=True):
 
 
 class QuotaState(msgspec.Struct, frozen=True):
-    """A loaded quota policy with all its slots and window entries."""
+    """A loaded quota policy. Slots and window entries are loaded only as far as they were requested."""
 
     quota_policy_id: str
     partition: int
@@ -206,6 +207,13 @@ def is_blocked_by_quota(row: Execution, found: Execution | None) -> bool:
     return found.eligibility_state is EligibilityState.BLOCKED_BY_QUOTA
 
 
+def keeps_admission(row: Execution, found: Execution) -> bool:
+    """True if the execution still waits in that run for a worker or for quota, so that its admission can be used."""
+    if found.replay_count != row.replay_count or found.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+        return False
+    return found.eligibility_state in (EligibilityState.ELIGIBLE_NOW, EligibilityState.BLOCKED_BY_QUOTA)
+
+
 def release_slot(
     state: QuotaState, execution_id: str, *, life: int | None = None, admission: int | None = None
 ) -> QuotaDecision[limit_answers.AdmissionReleased]:
@@ -294,6 +302,7 @@ def idle_executions(execution_ids: Iterable[str], rows: Iterable[Execution | Non
 def reconcile(state: QuotaState, idle: frozenset[str], now: int) -> QuotaDecision[bool]:
     """Drop expired window entries and dead slots and recount the active slots; True if anything changed.
 
+    All slots and window entries are loaded.
     `idle` are executions that were checked and are not active. Only their expired slots are dead.
     """
     requests = {key: entry for key, entry in state.requests.items() if entry.expires_at > now}
@@ -308,9 +317,18 @@ def reconcile(state: QuotaState, idle: frozenset[str], now: int) -> QuotaDecisio
     return change_between(state, after) is not None, after
 
 
-def slot_holders(state: QuotaState, now: int) -> frozenset[tuple[str, int]]:
-    """Return the executions, with replay counts, that have a live slot and therefore always have capacity."""
-    return frozenset((slot.execution_id, slot.life) for slot in state.slots.values() if is_slot_live(slot, now))
+def delete_expired_request(state: QuotaState, dimension: str, execution_id: str, now: int) -> QuotaDecision[bool]:
+    """Delete a window entry if it has expired, for the sweep; True if it has."""
+    entry = state.requests.get((dimension, execution_id))
+    if entry is None or entry.expires_at > now:
+        return False, state
+    requests = {key: other for key, other in state.requests.items() if other is not entry}
+    return True, replace(state, requests=requests)
+
+
+def slot_holders(slots: Iterable[QuotaSlot], now: int) -> frozenset[tuple[str, int]]:
+    """Return the executions, with replay counts, that have one of these slots and therefore always have capacity."""
+    return frozenset((slot.execution_id, slot.life) for slot in slots if is_slot_live(slot, now))
 
 
 def free_capacity(state: QuotaState, now: int) -> int | None:
@@ -339,6 +357,39 @@ def next_capacity_at(state: QuotaState, now: int) -> int | None:
 def window_ms(limits: limit_answers.QuotaLimits) -> int:
     """Return the window by which the scheduler admits."""
     return limits.requests_per_window_seconds * 1000 or DEFAULT_WINDOW_MS
+
+
+class QuotaStatus(msgspec.Struct, frozen=True):
+    """A quota policy as shown to readers; 0 is no limit."""
+
+    namespace: str
+    quota_policy_id: str
+    requests_per_window_seconds: int
+    max_requests_per_window: int
+    active_concurrency_cap: int
+    jitter_ms: int
+    defined: bool
+    window_used: int  # requests in the window; 0 if the policy has no rate
+    window_frees_at: int | None  # when the oldest request leaves the window
+    active: int  # counted slots
+    holders: list[str]  # executions with a live slot, at most MAX_HOLDERS
+
+
+MAX_HOLDERS = 100
+
+
+def quota_status(state: QuotaState, now: int) -> QuotaStatus:
+    """Return the policy as shown to readers."""
+    root = state.root_or_new()
+    length = root.requests_per_window_seconds * 1000 or DEFAULT_WINDOW_MS
+    holders = sorted(slot.execution_id for slot in state.slots.values() if is_slot_live(slot, now))
+    return view_of(
+        QuotaStatus,
+        root,
+        window_used=len(_window(state, DEFAULT_DIMENSION, now - length)),
+        window_frees_at=next_capacity_at(state, now),
+        holders=holders[:MAX_HOLDERS],
+    )
 
 
 def is_slot_live(slot: QuotaSlot, now: int) -> bool:

@@ -15,15 +15,18 @@ from msgspec.structs import replace
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.rules.limits.budget import (
+    DEDUP_TTL_MS,
+    UNACKNOWLEDGED_TTL_MS,
     Amounts,
     BudgetDecision,
     BudgetState,
+    acknowledge,
     apply_usage,
     find_hard_breach,
     record_breach,
     was_applied,
 )
-from flowfabric.rules.limits.reservation import without_expired
+from flowfabric.rules.limits.reservation import draw, without_expired
 
 MOST_DIMENSIONS = 64
 
@@ -44,11 +47,17 @@ class BudgetDefinition(msgspec.Struct, frozen=True):
 
 
 class UsageReport(msgspec.Struct, frozen=True):
-    """Usage to apply in this order, once per digest, and in an execution's ledger if given."""
+    """Usage to apply in this order, once per digest, and in an execution's ledger if given.
+
+    With `reservation_id` it is taken from a reservation of the execution, as far as that has capacity left.
+    `acknowledged` are digests of earlier reports that the caller has recorded; None if it acknowledges none, ever.
+    """
 
     amounts: Amounts
     digest: str | None = None
     execution_id: str | None = None
+    reservation_id: str | None = None
+    acknowledged: tuple[str, ...] | None = None
 
 
 def sum_by_dimension(pairs: Iterable[tuple[str, int]], *, by_name: bool) -> Amounts:
@@ -117,13 +126,27 @@ def _with_limits(state: BudgetState, limits: Limits) -> BudgetState:
 
 
 def report_usage(state: BudgetState, report: UsageReport, now: int) -> BudgetDecision[limit_answers.UsageResult]:
-    """Apply usage in all dimensions, or in none if a hard limit would be exceeded."""
+    """Apply usage in all dimensions, or in none if a hard limit would be exceeded.
+
+    The key of a caller that acknowledges is kept until then, and for 30 days at most.
+    """
+    state = acknowledge(state, report.acknowledged or (), now)
     if report.digest is not None and was_applied(state, report.digest, now):
         return limit_answers.AlreadyApplied(), state
+    if report.digest is None and report.acknowledged and not report.amounts:
+        return limit_answers.Ok(), state
     state = without_expired(state, now)
-    if breach := find_hard_breach(state, report.amounts):
+    drawn: BudgetState | errors.FabricError = state
+    unreserved = report.amounts
+    if report.reservation_id is not None and report.execution_id is not None:
+        drawn, unreserved = draw(state, report.reservation_id, report.execution_id, report.amounts, now)
+    if isinstance(drawn, errors.FabricError):
+        return drawn, state
+    if breach := find_hard_breach(drawn, unreserved):
         return record_breach(state, breach, now)
-    return apply_usage(state, report.amounts, report.digest, report.execution_id, now)
+    key_ttl_ms = DEDUP_TTL_MS if report.acknowledged is None else UNACKNOWLEDGED_TTL_MS
+    answer, after = apply_usage(drawn, report.amounts, report.digest, report.execution_id, now, key_ttl_ms=key_ttl_ms)
+    return answer, state if isinstance(answer, errors.FabricError) else after
 
 
 def release_spends(state: BudgetState, execution_id: str, now: int) -> BudgetDecision[limit_answers.BudgetReleased]:

@@ -61,6 +61,31 @@ def _token_fault(token: object) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Pinned executions: those that require the version of the code they began with
+
+VERSION_PREFIX: Final = "ff.version="
+
+
+def version_token(version: str) -> str:
+    """Return the capability that a worker with this version of the code offers."""
+    return f"{VERSION_PREFIX}{version}"
+
+
+def pinned_version(required: str | None) -> str | None:
+    """Return the version that an execution requires; None if it is not pinned."""
+    tokens = sorted(token for token in split_tokens(required or "") if token.startswith(VERSION_PREFIX))
+    return tokens[0].removeprefix(VERSION_PREFIX) if tokens else None
+
+
+def with_version(required: str | None, version: str | None) -> str | None:
+    """Return a requirement with this version in place of the one that it names; None if nothing is required."""
+    tokens = {token for token in split_tokens(required or "") if not token.startswith(VERSION_PREFIX)}
+    if version is not None:
+        tokens.add(version_token(version))
+    return ",".join(sorted(tokens)) or None
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Capabilities of workers
 
 

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from flowfabric.model import obstacles
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.execution import MISSING_QUEUE, Execution
+from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import Suspension
-from flowfabric.model.worker import RegisteredWorker
 from flowfabric.rules.durable import gates as gate_rules
+from flowfabric.rules.durable import releases
 from flowfabric.rules.execution import grant as grant_rules
 from flowfabric.rules.execution.policy import decode_terms
 from flowfabric.rules.limits import budget as budget_rules
 from flowfabric.rules.limits import quota
 from flowfabric.rules.limits.budget import BudgetState
 from flowfabric.rules.limits.quota import QuotaState
-from flowfabric.rules.scheduling import workers
+from flowfabric.rules.scheduling import capabilities, workers
 from flowfabric.rules.suspension import encoding as wait_encoding
 from flowfabric.rules.suspension import state as wait_state
 
@@ -60,7 +61,18 @@ def _explain_lease(row: Execution, now: int) -> obstacles.Obstacle:
     return obstacles.Running(row.worker_id or "", instance, row.lease_acquired_at or 0, row.lease_expires_at or 0)
 
 
-def explain_suspension(row: Execution, suspension: Suspension | None) -> obstacles.SuspendedObstacle:
+def waits_for_worker(row: Execution, obstacle: obstacles.Obstacle, now: int) -> bool:
+    """True if a worker has to act next: one of its version takes it over, or any ends a delay or wait that is over."""
+    match obstacle:
+        case obstacles.LeaseLost():
+            return capabilities.pinned_version(row.required_capabilities) is not None
+        case obstacles.DelayedObstacle(until=int(until)) | obstacles.SuspendedObstacle(until=int(until)):
+            return until <= now
+        case _:
+            return False
+
+
+def explain_suspension(row: Execution, suspension: Suspension | None) -> obstacles.SuspendedObstacle | obstacles.Held:
     """Return what a suspended execution waits for."""
     if suspension is None:
         return obstacles.SuspendedObstacle(row.blocking_reason.value)
@@ -71,6 +83,11 @@ def explain_suspension(row: Execution, suspension: Suspension | None) -> obstacl
     if keys:
         return obstacles.SuspendedObstacle(reason, keys, suspension.timeout_at)
     names, gates = tuple(gate_rules.parked_on(suspension)), wait_state.open_gates(suspension)
+    held = [gates[name] for name in names if name in gates and releases.is_hold(gates[name])]
+    if held:
+        first = min(held, key=lambda gate: gate.opened_at)
+        why = first.note or "what it would do next does not fit what it remembers"
+        return obstacles.Held(first.task or "", first.version or "", first.opened_at, why)
     descriptions = tuple(gate_rules.describe_wait(name, gates[name]) for name in names if name in gates)
     return obstacles.SuspendedObstacle(reason, names, suspension.timeout_at, descriptions)
 
@@ -94,6 +111,7 @@ def explain_budget_need(state: BudgetState, need: budget_rules.BudgetNeed) -> ob
         row.hard_limit,
         state.root_or_new().next_reset_at,
         need.amount,
+        state.root_or_new().scope_id,
     )
 
 
@@ -102,9 +120,15 @@ def explain_budgets(states: Sequence[BudgetState]) -> obstacles.BudgetExhausted 
     for state in states:
         full = budget_rules.first_exhausted(state.dimensions.values())
         if full is not None:
-            resets_at = state.root_or_new().next_reset_at
+            root = state.root_or_new()
             return obstacles.BudgetExhausted(
-                state.budget_id, full.dimension, full.usage or 0, full.reserved, full.hard_limit, resets_at
+                state.budget_id,
+                full.dimension,
+                full.usage or 0,
+                full.reserved,
+                full.hard_limit,
+                root.next_reset_at,
+                name=root.scope_id,
             )
     return None
 
@@ -135,6 +159,11 @@ def explain_quotas(row: Execution, states: Sequence[QuotaState], now: int) -> ob
 def explain_workers(row: Execution, live: Sequence[RegisteredWorker]) -> obstacles.Obstacle | None:
     """Return the obstacle if no live worker can run the execution."""
     of_lane = [worker for worker in live if row.lane_id in workers.lanes_of(worker)]
+    version = capabilities.pinned_version(row.required_capabilities)
+    if version is not None and not any(
+        capabilities.version_token(version) in capabilities.tokens_of(worker.capabilities) for worker in of_lane
+    ):
+        return obstacles.Pinned(version, row.lane_id)
     if not of_lane:
         return obstacles.NoWorker(row.lane_id, row.namespace)
     lacking = [(worker, workers.missing_capabilities(worker, row.required_capabilities)) for worker in of_lane]

@@ -97,14 +97,14 @@ def keep_idle_credits(before: Credits, after: Credits) -> dict[str, int]:
 class _Level:
     """The keys whose first rows have one priority and therefore take turns.
 
-    All keys of one weight gain the same with each turn, so their relative order stays and `count` stands for what they
-    gained.
+    All keys of one weight gain the same with each turn, so their relative order stays and `count` replaces a
+    counter for each key.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.weights = 0  # sum of the weights of all keys
-        self.heaps: dict[int, list[tuple[int, int, str, str]]] = {}  # by weight; the next key first
+        self.heaps: dict[int, list[tuple[int, int, str, str]]] = {}  # one heap per weight; the next key is first
 
 
 class _Turn(msgspec.Struct, frozen=True):

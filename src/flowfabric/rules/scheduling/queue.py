@@ -12,7 +12,7 @@ from typing import Any
 from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.model.instant import Draft
-from flowfabric.model.owned_id import NamespacedId, parse_namespaced_id
+from flowfabric.model.security.owned_id import NamespacedId, parse_namespaced_id
 from flowfabric.model.states import AttemptState, AttemptType, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.policy import Terms, decode_terms
@@ -33,11 +33,12 @@ BLOCKED_ON_PREFIX = {
     BlockingReason.WAITING_FOR_CAPABLE_WORKER: "route:",
 }
 LIMITS = (BlockingReason.WAITING_FOR_BUDGET, BlockingReason.WAITING_FOR_QUOTA)
+HELD_PREFIX = "code:"  # suspended work whose function no longer fits what it remembers
 ASLEEP_ON_PREFIX = "asleep:"  # suspended work that needs a given amount; blocked work needs any capacity
 
 
 def blocked_on_key(reason: BlockingReason, name: str) -> str | None:
-    """Return the key under which a blocked execution can be found and unblocked; None if nobody looks for it."""
+    """Return the key by which a blocked execution is found when it is unblocked; None if it is not searched for."""
     return BLOCKED_ON_PREFIX[reason] + name if reason in BLOCKED_ON_PREFIX else None
 
 
@@ -71,6 +72,11 @@ def asleep_on_key(budget: NamespacedId) -> str:
     return f"{ASLEEP_ON_PREFIX}{budget}"
 
 
+def held_by_key(task: str) -> str:
+    """Return the key under which executions that wait for other code of a task can be found."""
+    return f"{HELD_PREFIX}{task}"
+
+
 def parse_blocking_limit(blocked_on: str) -> NamespacedId:
     """Return the budget or quota policy that an execution is blocked on."""
     limit = parse_namespaced_id(blocked_on.partition(":")[2])
@@ -89,6 +95,11 @@ def position_offset(priority: int, terms: Terms) -> int:
     of two waiting executions never changes and the position can be stored once.
     """
     return -priority * (terms.ageing or PRIORITY_STEP)
+
+
+def queued_at(row: Execution, terms: Terms) -> int:
+    """Return the instant from which its age counts in the queue: its creation, or the beginning of its present life."""
+    return row.rank - position_offset(row.priority, terms)
 
 
 def queue_for(lane_id: str, required: str | None, terms: Terms, *, guarded: bool = False) -> QueueKey:

@@ -7,13 +7,14 @@ in a ready queue. Therefore each index counts for one public state only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
+from flowfabric.model.execution import Execution
+from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import OwnershipState, PublicState
-from flowfabric.model.worker import RegisteredWorker
 
 GROUP_BY_COLUMNS = ("lane_id", "public_state", "ownership_state")
 
@@ -47,6 +48,62 @@ QUEUE, ACTIVE, SUSPENDED, WORKERS = (
     "ff_workers",
 )
 NAMES = {PublicState.ACTIVE: ACTIVE, PublicState.SUSPENDED: SUSPENDED}
+
+
+class LaneLevels(msgspec.Struct, frozen=True):
+    """One lane: unfinished executions by public state, live workers, and since when the next execution waits."""
+
+    lane_id: str
+    states: dict[str, int]
+    workers: int
+    waiting_since: int | None  # when the execution that is claimed next entered its queue
+    at_least: list[str] = []  # the states of which more may exist, because counting is bounded
+
+
+def lane_levels(
+    counts_by_index: Mapping[CountedIndex, Mapping[GroupKey, int]],
+    workers: Iterable[RegisteredWorker],
+    lanes: Sequence[str],
+    heads: Iterable[Execution],
+    bounds: Mapping[CountedIndex, int],
+) -> list[LaneLevels]:
+    """Return the levels of each lane.
+
+    `heads` are the first executions of the ready queues. `bounds` are how many rows of each index were counted at most,
+    of the ready queues how many of each.
+    """
+    states: dict[str, Counter[str]] = {lane: Counter() for lane in lanes}
+    served: Counter[str] = Counter()
+    for (name, lane, state), count in queue_depths(counts_by_index, workers, lanes).items():
+        if name == WORKERS:
+            served[lane] += count
+        elif count:
+            public = state or (PublicState.ACTIVE if name == ACTIVE else PublicState.SUSPENDED).value
+            states.setdefault(lane, Counter())[public] += count
+    since: dict[str, int] = {}
+    for row in heads:
+        since[row.lane_id] = min(row.last_transition_at, since.get(row.lane_id, row.last_transition_at))
+    cut = _cut_states(counts_by_index, bounds)
+    return [
+        LaneLevels(lane, dict(found), served[lane], since.get(lane), sorted(cut(lane) & found.keys()))
+        for lane, found in sorted(states.items())
+    ]
+
+
+def _cut_states(
+    counts_by_index: Mapping[CountedIndex, Mapping[GroupKey, int]], bounds: Mapping[CountedIndex, int]
+) -> Callable[[str], set[str]]:
+    """Return which states of a lane may have more executions than were counted."""
+    counted: dict[CountedIndex, Counter[str]] = {index: Counter() for index in counts_by_index}
+    for index, counts in counts_by_index.items():
+        for (lane, _, _), count in counts.items():
+            counted[index][lane] += count
+
+    def is_cut(index: CountedIndex, lane: str) -> bool:
+        lanes = counted[index]
+        return (lanes[lane] if index is CountedIndex.QUEUE else lanes.total()) >= bounds[index]
+
+    return lambda lane: {STATE_OF_INDEX[index].value for index in counted if is_cut(index, lane)}
 
 
 def queue_depths(

@@ -6,6 +6,7 @@ which expire by themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,16 +14,19 @@ import msgspec
 from flowfabric import errors
 from flowfabric.ids import fnv1a_64
 from flowfabric.model.change import Change, Delete, Guard, Upsert, Write
-from flowfabric.model.worker import (
+from flowfabric.model.scheduling.worker import (
     MarkedDead,
     NotRegistered,
     RegisteredWorker,
+    ServedTask,
+    TaskEntry,
     WorkerEntry,
     WorkerEvent,
     WorkerEventKind,
     WorkerRefreshed,
     WorkerRegistered,
 )
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.scheduling import capabilities
 
@@ -40,6 +44,7 @@ class Registration(msgspec.Struct, frozen=True):
     lanes: frozenset[str]
     capabilities: frozenset[str]
     liveness_ttl_ms: int
+    tasks: tuple[ServedTask, ...] = ()
 
 
 def is_live(row: RegisteredWorker, now: int) -> bool:
@@ -66,6 +71,7 @@ def register(
         registered_at_ms=row.registered_at_ms if row is not None and live else now,
         last_heartbeat_ms=now,
         lapses_at=lapses_at,
+        tasks=encode_tasks(request.tasks),
     )
     change = _change(record, row, now, WorkerEventKind.REGISTERED, Upsert(record))
     if live:
@@ -128,16 +134,38 @@ def lanes_of(row: RegisteredWorker) -> tuple[str, ...]:
 
 def worker_view(row: RegisteredWorker) -> WorkerEntry:
     """Return the record for readers."""
-    return WorkerEntry(
-        row.namespace,
-        row.worker_instance_id,
-        row.worker_id,
-        lanes_of(row),
-        tuple(sorted(capabilities.tokens_of(row.capabilities))),
-        row.liveness_ttl_ms,
-        row.registered_at_ms,
-        row.last_heartbeat_ms,
-    )
+    offered = tuple(sorted(capabilities.tokens_of(row.capabilities)))
+    return view_of(WorkerEntry, row, lanes=lanes_of(row), capabilities=offered)
+
+
+def encode_tasks(tasks: Iterable[ServedTask]) -> str | None:
+    """Return the column of these tasks; None if there are none."""
+    ordered = sorted(tasks, key=lambda task: task.name)
+    return msgspec.json.encode(ordered).decode() if ordered else None
+
+
+def task_entries(rows: Iterable[RegisteredWorker]) -> list[TaskEntry]:
+    """Return the tasks of these workers by namespace and name; the worker that registered last describes a task."""
+    described: dict[tuple[str, str], tuple[ServedTask, int]] = {}
+    for row in sorted(rows, key=lambda row: (row.registered_at_ms, row.worker_instance_id)):
+        for task in msgspec.json.decode(row.tasks or "[]", type=list[ServedTask]):
+            _, before = described.get((row.namespace, task.name), (task, 0))
+            described[row.namespace, task.name] = (task, before + 1)
+    return [
+        TaskEntry(
+            namespace=namespace,
+            name=name,
+            lane=task.lane,
+            workers=workers,
+            input_schema=_schema(task.input_schema),
+            result_schema=_schema(task.result_schema),
+        )
+        for (namespace, name), (task, workers) in sorted(described.items(), key=lambda item: item[0])
+    ]
+
+
+def _schema(text: str | None) -> dict[str, Any] | None:
+    return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
 
 
 def _key(row: RegisteredWorker) -> tuple[str, str]:

@@ -7,9 +7,10 @@ import hmac
 import msgspec
 
 from flowfabric import errors
-from flowfabric.model.api_token import ApiScope, ApiToken, TokenView
 from flowfabric.model.change import Change, Guard, Insert, Patch
 from flowfabric.model.instant import NOW, FromNow
+from flowfabric.model.security.api_token import ApiScope, ApiToken, TokenView
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision, refuse
 
 
@@ -22,6 +23,7 @@ def create(
     namespaces: frozenset[str] | None,
     digest: str,
     expires_in_ms: int | None,
+    parent: str | None = None,
 ) -> Decision[None]:
     """Create a token. If the id exists, an earlier try created it and its reply was lost."""
     if row is not None:
@@ -34,6 +36,7 @@ def create(
         created_at=NOW,
         namespaces=None if namespaces is None else msgspec.json.encode(sorted(namespaces)).decode(),
         expires_at=None if expires_in_ms is None else FromNow(expires_in_ms),
+        parent=parent,
     )
     return Decision(None, Change(guards=(Guard(ApiToken, (token_id,), None),), writes=(Insert(token),)))
 
@@ -45,7 +48,7 @@ def rotate(row: ApiToken | None, digest: str, grace_ms: int) -> Decision[None]:
     if row.digest == digest:
         return Decision(None)
     fields = {"digest": digest, "previous_digest": row.digest, "previous_until": FromNow(grace_ms)}
-    return Decision(None, _patch(row, fields))
+    return Decision(None, patch_token(row, fields))
 
 
 def revoke(row: ApiToken | None) -> Decision[bool]:
@@ -54,10 +57,11 @@ def revoke(row: ApiToken | None) -> Decision[bool]:
         return refuse(errors.NotFound("api_token"))
     if row.revoked_at is not None:
         return Decision(False)
-    return Decision(True, _patch(row, {"revoked_at": NOW}))
+    return Decision(True, patch_token(row, {"revoked_at": NOW}))
 
 
-def _patch(row: ApiToken, fields: dict[str, object]) -> Change:
+def patch_token(row: ApiToken, fields: dict[str, object]) -> Change:
+    """Return the change of some columns of a token."""
     return Change(
         guards=(Guard(ApiToken, (row.token_id,), row.revision),), writes=(Patch(ApiToken, (row.token_id,), fields),)
     )
@@ -67,9 +71,14 @@ def is_valid(row: ApiToken, digest: str, now: int) -> bool:
     """True if this secret is valid for the token now. Both digests are always compared, so timing reveals nothing."""
     current = hmac.compare_digest(row.digest, digest)
     previous = hmac.compare_digest(row.previous_digest or "", digest)
-    if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
-        return False
-    return current or (previous and row.previous_until is not None and row.previous_until > now)
+    return is_active(row, now) and (
+        current or (previous and row.previous_until is not None and row.previous_until > now)
+    )
+
+
+def is_active(row: ApiToken, now: int) -> bool:
+    """True if the token is neither revoked nor expired."""
+    return row.revoked_at is None and (row.expires_at is None or row.expires_at > now)
 
 
 def scopes_of(row: ApiToken) -> frozenset[ApiScope]:
@@ -85,13 +94,9 @@ def namespaces_of(row: ApiToken) -> frozenset[str] | None:
 def view(row: ApiToken) -> TokenView:
     """Return the token as administrators see it."""
     namespaces = namespaces_of(row)
-    return TokenView(
-        token_id=row.token_id,
-        name=row.name,
+    return view_of(
+        TokenView,
+        row,
         scopes=tuple(sorted(scopes_of(row))),
         namespaces=None if namespaces is None else tuple(sorted(namespaces)),
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-        previous_until=row.previous_until,
     )

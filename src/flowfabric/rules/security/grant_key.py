@@ -15,7 +15,7 @@ import msgspec
 
 from flowfabric.ids import ExecutionId, uuid_of
 from flowfabric.model.execution import Grant
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules.security.keystore import SigningKeys, find_key, is_hex, sign_message
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -26,10 +26,11 @@ from flowfabric.errors import (
     RotationConflict,
     Unavailable,
 )
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules import validation
 
 SigningKeys: TypeAlias = Sequence[SigningKey]
+A = TypeVar("A")
 
 MAX_GRACE_MS: Final = 2**53 - 1
 FIRST_KID: Final = "k1"
@@ -70,10 +71,10 @@ class KeyUnchanged(msgspec.Struct, frozen=True):
     kid: str
 
 
-class KeyDecision(msgspec.Struct, frozen=True):
+class KeyDecision(msgspec.Struct, Generic[A], frozen=True):
     """An answer or refusal, the rows to write, and the key ids to delete."""
 
-    answer: KeySeeded | KeyAlreadySeeded | KeyRotated | KeyUnchanged | FabricError
+    answer: A | FabricError
     put: tuple[SigningKey, ...] = ()
     drop: tuple[str, ...] = ()
 
@@ -92,7 +93,7 @@ class KeyIds(msgspec.Struct, frozen=True):
     verifying: tuple[VerifyingKid, ...]
 
 
-def seed_key(keys: SigningKeys, kid: str, secret_hex: str) -> KeyDecision:
+def seed_key(keys: SigningKeys, kid: str, secret_hex: str) -> KeyDecision[KeySeeded | KeyAlreadySeeded]:
     """Insert the first key into an empty keystore. It never overwrites a key, so every boot may call it."""
     if not _is_kid(kid):
         return KeyDecision(InvalidInput("kid: empty or contains a colon"))
@@ -105,7 +106,7 @@ def seed_key(keys: SigningKeys, kid: str, secret_hex: str) -> KeyDecision:
     return KeyDecision(KeySeeded(kid), put=(SigningKey(kid, secret_hex.lower(), current=True),))
 
 
-def install_configured_key(keys: SigningKeys, secret_hex: object) -> KeyDecision:
+def install_configured_key(keys: SigningKeys, secret_hex: object) -> KeyDecision[KeySeeded | KeyAlreadySeeded]:
     """Install the configured secret of a booting server as the first key, unless there is one already."""
     if not isinstance(secret_hex, str) or not is_hex(secret_hex):
         return KeyDecision(InvalidSecretHex())
@@ -132,7 +133,9 @@ def check_rotation(kid: str, secret_hex: str, grace_ms: object) -> FabricError |
     return None
 
 
-def rotate_key(keys: SigningKeys, kid: str, secret_hex: str, grace_ms: float, now: int) -> KeyDecision:
+def rotate_key(
+    keys: SigningKeys, kid: str, secret_hex: str, grace_ms: float, now: int
+) -> KeyDecision[KeyRotated | KeyUnchanged]:
     """Make a new key sign. The previous one verifies for `grace_ms` more; expired keys are deleted.
 
     A known key with the same secret changes nothing; with another secret it is a `RotationConflict`.

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from flowfabric.handles import SIGNATURE_BYTES, Handle
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules.security import keystore
 
 PURPOSE: Final = b"flowfabric http handle v1"

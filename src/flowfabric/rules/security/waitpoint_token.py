@@ -9,7 +9,7 @@ import hmac
 from typing import Final
 
 from flowfabric.errors import Corruption, FabricError, InvalidInput, InvalidToken
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.rules.security.keystore import SigningKeys, current_key, find_key, is_hex, sign_message
 
 DIGEST_LENGTH: Final = 64

@@ -1,4 +1,4 @@
-"""Append: what the lease holder may append to its output stream, how much is kept, and in which order.
+"""Append: which frames the lease holder may append to its output stream, in which pages, and how much is kept.
 
 Frames are decided in batches, as if one after another, and committed together.
 """

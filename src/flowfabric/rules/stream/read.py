@@ -91,7 +91,7 @@ def tail_position(text: object) -> StreamPosition:
     """Return the position after which a tail continues."""
     cursor = parse_cursor(text)
     if isinstance(cursor, str):
-        raise InvalidInput(f"stream cursor: {cursor} is no place to go on from; use an entry's id, such as 0-0")
+        raise InvalidInput(f"stream cursor: {cursor} is no position to continue from; use an entry's id, such as 0-0")
     return StreamPosition(cursor[0], cursor[1] or 0)
 
 

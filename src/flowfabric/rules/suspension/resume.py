@@ -87,7 +87,7 @@ def expire_suspension(
 ) -> Decision[SuspensionExpiry]:
     """Apply the timeout behaviour of a suspension that is due; otherwise change nothing. Retries do not apply.
 
-    `signal_id` is the id of the signal that tells a resumed worker that nobody signalled.
+    `signal_id` is the id of the synthetic signal by which a resumed worker sees a timeout.
     """
     if (
         row is None

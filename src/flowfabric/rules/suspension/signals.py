@@ -12,7 +12,7 @@ from flowfabric.model.change import Change, Delete, Insert, Patch, Upsert, Write
 from flowfabric.model.event import Event
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW, Draft, FromNow
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
 from flowfabric.rules.decision import Decision, refuse

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from flowfabric.model.change import Guard, Patch, Write
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import Gate
-from flowfabric.model.instant import FromNow
+from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
-from flowfabric.model.suspension import Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.suspension import NO_TIMEOUT, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.view import view_of
 from flowfabric.rules.execution import transitions
 from flowfabric.rules.scheduling import queue
+from flowfabric.rules.suspension import encoding as wait_encoding
 
 RESUMED = "resumed"
 NEVER_COMMITTED = "never_committed"
+# Columns of the suspension row that belong to the execution, not to one of its suspensions.
+KEPT_COLUMNS = ("signal_count", "gates", "asks_until", "mail", "message_count", "inbox_closed_at")
 
 
 def is_open(suspension: Suspension | None) -> bool:
@@ -30,6 +37,12 @@ def seen_suspension(suspension: Suspension | None, execution_id: str) -> Guard:
 def suspension_or_new(suspension: Suspension | None, row: Execution) -> Suspension:
     """Return the suspension row, or the one that is about to be created."""
     return suspension or Suspension(row.execution_id, row.partition)
+
+
+def next_suspension(previous: Suspension, **fields: Any) -> Suspension[Draft]:
+    """Return the row with another suspension in place of the previous one; what belongs to the execution stays."""
+    kept = {name: getattr(previous, name) for name in KEPT_COLUMNS}
+    return Suspension(previous.execution_id, previous.partition, created_at=NOW, **kept, **fields)
 
 
 def mark_has_waits(row: Execution) -> tuple[Write, ...]:
@@ -90,6 +103,12 @@ def open_gates(suspension: Suspension | None) -> dict[str, Gate]:
     return {} if text is None else msgspec.json.decode(text, type=dict[str, Gate])
 
 
+def gate_columns(gates: Mapping[str, Gate]) -> dict[str, Any]:
+    """Return the columns of the suspension row for these open gates."""
+    asking = [NO_TIMEOUT if gate.expires_at is None else gate.expires_at for gate in gates.values() if gate.waitpoints]
+    return {"gates": wait_encoding.encode_or_none(gates), "asks_until": max(asking, default=None)}
+
+
 def is_gate_expired(gate: Gate, now: int) -> bool:
     """True if the gate has expired. Nothing counts from then on, even before it is closed."""
     return gate.expires_at is not None and gate.expires_at <= now
@@ -125,13 +144,4 @@ class ObservedSignal(msgspec.Struct, frozen=True):
 
 def observed_signal(signal: Signal) -> ObservedSignal:
     """Return the signal as the resumed worker sees it."""
-    return ObservedSignal(
-        signal.signal_id,
-        signal.signal_name,
-        signal.signal_category,
-        signal.source_type,
-        signal.source_identity,
-        signal.correlation_id or "",
-        signal.accepted_at,
-        signal.payload,
-    )
+    return view_of(ObservedSignal, signal, correlation_id=signal.correlation_id or "")

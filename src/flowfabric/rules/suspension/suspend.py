@@ -18,7 +18,7 @@ from flowfabric.model.change import Change, Patch, Upsert, Write, lease_event, l
 from flowfabric.model.condition import Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW, Draft, FromNow
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 from flowfabric.model.suspension import (
     NO_TIMEOUT,
@@ -65,11 +65,12 @@ def suspend_row(
     now: int,
     waits_for: str | None = None,
     keys: Iterable[str | None] = (),
+    held_task: str | None = None,
 ) -> Patch:
     """Return the patch that suspends a row without its lease. The execution deadline keeps running.
 
     `keys` are the keys waited on. A key that names a budget lets an unblock of that budget find the row. `waits_for`
-    describes what a durable function waits for.
+    describes what a durable function waits for. `held_task` is the task whose code has to change before it continues.
     """
     text = f"waitpoint {waitpoint_id} awaiting {reason_code}" if waits_for is None else f"waiting for {waits_for}"
     need = next((need for key in keys if (need := budget_rules.parse_need(key, row.namespace))), None)
@@ -90,6 +91,8 @@ def suspend_row(
     }
     if need is not None:
         fields |= {"blocked_on": queue.asleep_on_key(need.budget), "blocked_at": NOW}
+    if held_task is not None:
+        fields |= {"blocked_on": queue.held_by_key(held_task), "blocked_at": NOW}
     return transitions.transition(row, fields)
 
 
@@ -316,13 +319,7 @@ def _suspension_row(
     rows: SuspendRows, row: Execution, args: SuspendArgs, waitpoints: Sequence[Waitpoint[Draft]], **fields: Any
 ) -> Suspension[Draft]:
     """Return the suspension row with this suspension instead of the previous one; columns of the execution stay."""
-    previous = wait_state.suspension_or_new(rows.root, row)
     columns: dict[str, Any] = {
-        "execution_id": previous.execution_id,
-        "partition": previous.partition,
-        "signal_count": previous.signal_count,
-        "gates": previous.gates,
-        "mail": previous.mail,
         "suspension_id": args.suspension_id,
         "attempt_index": row.attempt_index,
         "waitpoints": wait_encoding.encode_or_none(
@@ -331,7 +328,6 @@ def _suspension_row(
         "reason_code": args.reason_code,
         "requested_by": args.requested_by,
         "continuation_metadata_pointer": args.continuation_metadata_pointer,
-        "created_at": NOW,
         "last_signal_at": waitpoints[0].last_signal_at,
         "timeout_at": args.timeout_at,
         "timeout_behavior": args.timeout_behavior,
@@ -339,7 +335,7 @@ def _suspension_row(
         "resume_condition": conditions.encode_condition(args.resume_condition),
         "resume_policy": msgspec.json.encode(args.resume_policy).decode(),
     }
-    return Suspension(**(columns | fields))
+    return wait_state.next_suspension(wait_state.suspension_or_new(rows.root, row), **(columns | fields))
 
 
 def _idempotency_writes(row: Execution, args: SuspendArgs, outcome: SuspendOutcome) -> tuple[Write, ...]:

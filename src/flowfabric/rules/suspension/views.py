@@ -8,6 +8,7 @@ import msgspec
 
 from flowfabric.model.condition import Condition
 from flowfabric.model.suspension import Requester, Signal, Suspension, TimeoutBehavior
+from flowfabric.model.view import view_of
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.suspension import conditions
 from flowfabric.rules.suspension import encoding as wait_encoding
@@ -55,28 +56,18 @@ def suspension_record(suspension: Suspension, signals: Sequence[Signal]) -> Susp
     if suspension.suspension_id is None:
         return None
     bound = [BoundWaitpoint(ref.waitpoint_id, ref.waitpoint_key) for ref in wait_encoding.bound_waitpoints(suspension)]
-    return SuspensionRecord(
-        suspension_id=suspension.suspension_id,
-        execution_id=suspension.execution_id,
+    condition = suspension.resume_condition
+    return view_of(
+        SuspensionRecord,
+        suspension,
         attempt_index=suspension.attempt_index or 0,
         waitpoint_id=bound[0].waitpoint_id if bound else None,
         waitpoint_key=bound[0].waitpoint_key if bound else None,
         additional_waitpoints=bound[1:],
         gates=gate_rules.parked_on(suspension),
         reason_code=suspension.reason_code or "",
-        requested_by=suspension.requested_by,
-        continuation_metadata_pointer=suspension.continuation_metadata_pointer,
         created_at=suspension.created_at or 0,
-        timeout_at=suspension.timeout_at,
-        timeout_behavior=suspension.timeout_behavior,
-        resume_condition=None
-        if suspension.resume_condition is None
-        else conditions.decode_condition(suspension.resume_condition),
+        resume_condition=None if condition is None else conditions.decode_condition(condition),
         resume_policy=msgspec.json.decode(suspension.resume_policy or "{}", type=ResumePolicy),
-        last_signal_at=suspension.last_signal_at,
-        satisfied_at=suspension.satisfied_at,
-        closed_at=suspension.closed_at,
-        close_reason=suspension.close_reason,
-        closer_signal_id=suspension.closer_signal_id,
         all_satisfier_signals=[signal.signal_id for signal in signals],
     )

@@ -11,9 +11,10 @@ from flowfabric import errors
 from flowfabric.model.change import Change, Delete, Guard, Insert, Patch, Upsert, Write, live, seen
 from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW, Draft, FromNow
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import fences
 from flowfabric.rules.execution.fences import Fence
@@ -165,17 +166,12 @@ def waitpoint_view(waitpoint: Waitpoint, suspension: Suspension | None, now: int
     state = wait_state.waitpoint_state(waitpoint, suspension, now)
     if state is WaitpointState.CLOSED:
         return None
-    return WaitpointView(
-        waitpoint.waitpoint_id,
-        waitpoint.waitpoint_key,
-        state,
-        _required_names(waitpoint, suspension),
-        waitpoint.created_at,
-        waitpoint.activated_at,
-        _expires_at(waitpoint, suspension),
-        waitpoint.execution_id,
-        waitpoint.token_kid,
-        waitpoint.token_fingerprint,
+    return view_of(
+        WaitpointView,
+        waitpoint,
+        state=state,
+        required_signal_names=_required_names(waitpoint, suspension),
+        expires_at=_expires_at(waitpoint, suspension),
     )
 
 
@@ -191,24 +187,15 @@ def waitpoint_record(waitpoint: Waitpoint, suspension: Suspension | None, now: i
     if closed_at is None and is_own and suspension is not None:
         closed_at = suspension.closed_at
     resumed = reason in (wait_state.RESUMED, "timed_out_auto_resume")
-    return WaitpointRecord(
-        waitpoint.waitpoint_id,
-        waitpoint.waitpoint_key,
-        waitpoint.execution_id,
-        waitpoint.attempt_index,
-        waitpoint.suspension_id,
-        waitpoint.gate,
-        state,
-        waitpoint.created_at,
-        waitpoint.activated_at,
-        _expires_at(waitpoint, suspension),
-        closed_at if resumed else None,
-        closed_at,
-        reason,
-        waitpoint.signal_count,
-        waitpoint.matched_signal_count,
-        waitpoint.last_signal_at,
-        _required_names(waitpoint, suspension),
+    return view_of(
+        WaitpointRecord,
+        waitpoint,
+        state=state,
+        expires_at=_expires_at(waitpoint, suspension),
+        satisfied_at=closed_at if resumed else None,
+        closed_at=closed_at,
+        close_reason=reason,
+        required_signal_names=_required_names(waitpoint, suspension),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flowfabric.errors import FabricError
+from flowfabric.event_loop import start_task
 from flowfabric.handles import HandleKind
-from flowfabric.sdk.durable.attempt import occurrence_scope
+from flowfabric.sdk.durable.attempt import is_in_step, occurrence_scope
+from flowfabric.sdk.durable.context_part import ContextPart
 from flowfabric.sdk.serialization.values import from_json, json_bytes, to_plain
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.handles import Handle
 
 MAX_IN_FLIGHT = 64  # frames of one output in flight, after which `write` waits
+MAX_COUNTED_BRANCHES = 1000  # branches whose reports are counted; others report again when they are replayed
 PAGE_SIZE = 1000
 START_CURSOR = "0-0"
 NUMBER_SEPARATOR = "#"  # between the scope of a frame (its step or branch) and its number in that scope
@@ -28,34 +31,51 @@ NUMBER_SEPARATOR = "#"  # between the scope of a frame (its step or branch) and 
 WrittenCounts = Mapping[tuple[str, str], int]  # number of frames written before, by output and scope
 
 
-class ContextOutput(ABC):
+class ContextOutput(ContextPart):
     """The part of a context that reports progress and writes output."""
 
-    engine: EngineAPI
-    run_id: str
-
     def __init__(self) -> None:
+        super().__init__()
         self._outputs: dict[str, Output] = {}
         self._progress: dict[str, Any] | None = None
+        self._progress_lock = asyncio.Lock()
+        self._reports: Counter[str] = Counter()  # of this attempt, by branch
+        self._reported: dict[str, int] = {}  # of all attempts, by branch
         self._written_before: WrittenCounts | None = None
         self._load_lock = asyncio.Lock()
 
-    @property
-    @abstractmethod
-    def handle(self) -> Handle:
-        """The handle of the lease under which this attempt runs."""
-
     async def progress(self, patch: dict[str, Any] | str | None = None, *, pct: int | None = None) -> None:
-        """Report progress: a JSON merge patch on the previous report, a message, or a percentage."""
-        if self._progress is None:
-            self._progress = progress_document(*await self.engine.read_progress(self.run_id))
-        self._progress = apply_merge_patch(self._progress, progress_patch(patch, pct))
-        percentage = self._progress.get("pct")
-        await self.engine.progress(
-            self.handle,
-            pct=percentage if isinstance(percentage, int) else None,
-            message=json_bytes(to_plain(self._progress)).decode(),
-        )
+        """Report progress: a JSON merge patch on the previous report, a message, or a percentage.
+
+        A replay that reaches a report again does not repeat it, so progress never goes back; a step that runs again
+        does. A task without steps and waits starts from zero in each attempt.
+        """
+        branch, number = occurrence_scope(), 0
+        counts = not is_in_step()
+        if counts:
+            number = self._reports[branch]
+            self._reports[branch] += 1
+        async with self._progress_lock:  # reports of several branches are merged one after the other
+            if self._progress is None:
+                self._reported = dict(await self._load_reported())
+                self._progress = progress_document(*await self.engine.read_progress(self.run_id))
+            if counts:
+                if number < self._reported.get(branch, 0):
+                    return
+                if branch in self._reported or len(self._reported) < MAX_COUNTED_BRANCHES:
+                    self._reported[branch] = number + 1
+            self._progress = apply_merge_patch(self._progress, progress_patch(patch, pct))
+            percentage = self._progress.get("pct")
+            await self.engine.progress(
+                self.handle,
+                pct=percentage if isinstance(percentage, int) else None,
+                message=json_bytes(to_plain(self._progress)).decode(),
+                counts=self._reported,
+            )
+
+    @abstractmethod
+    async def _load_reported(self) -> Mapping[str, int]:
+        """Return how often earlier attempts have reported progress, by branch."""
 
     def stream(self, name: str) -> Output:
         """Return the attempt's output of this name; readers see it while it is written."""
@@ -124,7 +144,7 @@ class Output:
             self._written_before = await self._load_written_counts()
         if number < self._written_before.get((self._name, scope), 0):
             return
-        append = asyncio.create_task(
+        append = start_task(
             self._engine.append_frame(
                 self._handle, payload, frame_type=self._name, correlation_id=f"{scope}{NUMBER_SEPARATOR}{number}"
             )

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flowfabric.engine.types import SCHEDULE_KEY
 from flowfabric.errors import IdInOtherNamespace, InvalidInput
 from flowfabric.sdk.exceptions import Fatal
 from flowfabric.sdk.serialization.values import json_bytes
 
 if TYPE_CHECKING:
-    from flowfabric.engine_api import EngineAPI
+    from flowfabric.engine_protocol import EngineAPI
+    from flowfabric.handles import Handle
     from flowfabric.model.execution import Payload
 
 JSON_ENCODING = "json"
@@ -72,9 +74,26 @@ async def resolve_input(engine: EngineAPI, payload: Payload | None, namespace: s
     return json_bytes({**stored.input, **results})
 
 
+def schedule_of(payload: Payload | None) -> tuple[str, int] | None:
+    """Return the name of the schedule that created a run, and its instant; None if none did."""
+    if payload is None or payload.policy is None:
+        return None
+    found = msgspec.json.decode(payload.policy).get(SCHEDULE_KEY)
+    return None if found is None else (found["name"], found["at"])
+
+
 def budget_ids_by_name(payload: Payload | None) -> dict[str, str]:
     """Return the ids of the budgets that were resolved for a run when it was submitted, by name."""
     if payload is None or payload.policy is None:
         return {}
     budget_ids: dict[str, str] = msgspec.json.decode(payload.policy).get(BUDGET_IDS_KEY, {})
     return budget_ids
+
+
+async def batch_input(engine: EngineAPI, handle: Handle, payload: Payload | None, parameter: str) -> bytes:
+    """Return the arguments of a batch as a JSON object: one list of the inputs that were submitted."""
+    inputs = [msgspec.Raw(one.payload or b"null") for one in await engine.read_batch(handle)]
+    if not inputs:  # a run that was created without a key, as by a form, has its one input like any other
+        stored = msgspec.json.decode((payload and payload.input_payload) or b"{}", type=dict[str, msgspec.Raw])
+        inputs = [stored[parameter]] if parameter in stored else []
+    return msgspec.json.encode({parameter: inputs})

@@ -1,8 +1,8 @@
 """Reports the outcomes of a worker's attempts to the store.
 
 Successes are sent in batches, without a task for each. While a large batch is in flight the next one fills; behind a
-small batch a second one is sent at once. Handlers do not wait for their report. The worker is told when an attempt
-needs no further report, and then stops renewing its lease.
+small batch, or once as many are queued as are in flight, a second one is sent at once. Handlers do not wait for their
+report. The worker is notified when an attempt needs no further report, and then stops renewing its lease.
 
 Only the store decides about an outcome. While it is unavailable, or the request itself is refused, the outcome is sent
 again with backoff, until the store has answered or the lease has expired.
@@ -14,29 +14,34 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import FabricError, SchemaTooNew
+from flowfabric.event_loop import start_task
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.text import pluralize
+from flowfabric.sdk.exceptions import LEASE_LOST_KINDS
 from flowfabric.sdk.worker.outcome import (
-    LEASE_LOST_KINDS,
     Failed,
     NothingToReport,
     Outcome,
     Succeeded,
-    failure_reason,
     is_definitive,
     is_unstorable,
     report_outcome,
+    unstorable_outcome,
+    warn_of_unread,
 )
+
+if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI
 
 logger = logging.getLogger("flowfabric.worker")
 
 MAX_BATCH = 500  # successes in one batch
 MAX_BATCHES_IN_FLIGHT = 2
 SMALL_BATCH = 8  # successes in flight, up to which a second batch is sent
+LARGE_BATCH = 32  # successes from which on a second batch is sent if no more of them are in flight
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # before an outcome is sent again
 
 
@@ -73,7 +78,8 @@ class OutcomeReporter:
         self._unreported[claimed.lease_id] = claimed
         if type(outcome) is Succeeded:
             self._successes.append((claimed, outcome))
-            max_senders = MAX_BATCHES_IN_FLIGHT if self._in_flight <= SMALL_BATCH else 1
+            is_as_large = LARGE_BATCH <= len(self._successes) >= self._in_flight
+            max_senders = MAX_BATCHES_IN_FLIGHT if is_as_large or self._in_flight <= SMALL_BATCH else 1
             if not self._is_sender_starting and self._senders < max_senders:
                 self._is_sender_starting = True
                 self._senders += 1
@@ -101,7 +107,7 @@ class OutcomeReporter:
         return unreported
 
     def _start(self, report: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(report, context=self._variables.copy())
+        task = start_task(report, context=self._variables.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -132,8 +138,9 @@ class OutcomeReporter:
             for (claimed, outcome), answer in zip(batch, answers, strict=True):
                 if not isinstance(answer, FabricError):
                     self.succeeded += 1
+                    warn_of_unread(answer)
                 elif is_unstorable(answer):
-                    await self._send(claimed, Failed(failure_reason(answer), "permanent"))
+                    await self._send(claimed, unstorable_outcome(answer))
                 elif is_definitive(answer):
                     _log_refusal(claimed, answer)
                 else:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
+from flowfabric.event_loop import start_task
+
 T = TypeVar("T")
 
 StartCoroutine = Callable[[T, "asyncio.Task[None]"], Coroutine[Any, Any, None]]
@@ -34,17 +36,21 @@ class EagerRunner(Generic[T]):
     def add(self, items: Iterable[T]) -> None:
         """Queue items, to be started in their order."""
         self._queue.extend(items)
-        # Handlers tend to be alike: if the last one waited, each item probably needs its own task.
-        self._add_tasks(len(self._queue) if self._last_waited else 1)
+        # One turn later: a claim that is sent now leaves before the handlers occupy the loop.
+        self._loop.call_soon(self._add_first_tasks)
 
     def discard(self, item: T) -> None:
         """Remove an item that has not been started."""
         self._queue.remove(item)
 
+    def _add_first_tasks(self) -> None:
+        # Handlers tend to be alike: if the last one waited, each item probably needs its own task.
+        self._add_tasks(len(self._queue) if self._last_waited else 1)
+
     def _add_tasks(self, count: int) -> None:
         for _ in range(min(count, len(self._queue) - self._starting)):
             self._starting += 1
-            self._tasks.add(self._loop.create_task(self._run()))
+            self._tasks.add(start_task(self._run()))
 
     async def _run(self) -> None:
         task = asyncio.current_task()

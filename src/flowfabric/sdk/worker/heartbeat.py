@@ -15,11 +15,15 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
-from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import FabricError, LeaseExpired, SchemaTooNew, StoreUnavailable, Unauthorized
+from flowfabric.event_loop import start_task
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.sdk.worker.registration import WorkerRegistrar
+
+if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI
 
 logger = logging.getLogger("flowfabric.worker")
 
@@ -253,8 +257,7 @@ class LoopHeartbeat:
 
     def start(self) -> None:
         """Start renewing."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._renew_leases()), loop.create_task(self._refresh_registration())]
+        self._tasks = [start_task(self._renew_leases()), start_task(self._refresh_registration())]
 
     async def stop(self) -> None:
         """Stop renewing."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
-from flowfabric.engine_api import EngineAPI
 from flowfabric.errors import (
     FabricError,
     InvalidInput,
@@ -23,13 +25,21 @@ from flowfabric.errors import (
     ValidationError,
 )
 from flowfabric.handles import Handle
-from flowfabric.sdk.exceptions import BudgetExceeded, Fatal, RetryAfter
+from flowfabric.model.answers.execution import Completed
+from flowfabric.sdk.exceptions import BudgetExceeded, Fatal, RetryAfter, StepFailed, is_lease_loss
+from flowfabric.sdk.serialization.failures import encode_failure
 from flowfabric.sdk.task import Task
+
+if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI
+
+logger = logging.getLogger("flowfabric.worker")
 
 UNAUTHORIZED_DELAY_MS = 30_000
 MAX_REASON_BYTES = 8000
 MAX_CAUSES = 20  # causes of an exception that are inspected
 MAX_CATEGORY_CHARS = 200
+NO_RETRY = '{"max_retries": 0}'
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -40,10 +50,12 @@ class Succeeded(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The handler raised, or its result does not fit its annotation."""
+    """The handler raised, or its result does not fit its annotation. If it is final, no attempt follows."""
 
     reason: str
     category: str
+    failure: bytes | None = None  # the exception as JSON
+    is_final: bool = False
 
 
 class Postponed(msgspec.Struct, frozen=True, tag="later"):
@@ -64,13 +76,21 @@ NOTHING_TO_REPORT = NothingToReport()
 def outcome_of_result(task: Task[..., Any], value: Any) -> Outcome:
     """Return the outcome of a handler's result; a result that does not fit its annotation is a failure."""
     try:
-        return Succeeded(task.signature.result_codec.to_json(value, "result"))
+        return Succeeded(task.handler_signature.result_codec.to_json(value, "result"))
     except InvalidInput as error:
         return outcome_of_exception(error.with_traceback(None))  # the traceback shows library code only
 
 
-def outcome_of_exception(failure: BaseException) -> Outcome:
-    """Return the outcome of an exception that a handler raised."""
+def outcome_of_exception(failure: BaseException, *, is_final: bool = False) -> Outcome:
+    """Return the outcome of an exception that a handler raised. A final one is not retried, whatever the policy."""
+    outcome = _outcome_of(failure)
+    if not is_final:
+        return outcome
+    failed = outcome if isinstance(outcome, Failed) else _failed(failure, type(failure).__name__)
+    return msgspec.structs.replace(failed, is_final=True)
+
+
+def _outcome_of(failure: BaseException) -> Outcome:
     match failure:
         case BaseExceptionGroup():
             return _outcome_of_group(failure)
@@ -79,13 +99,24 @@ def outcome_of_exception(failure: BaseException) -> Outcome:
         case Unauthorized() | StoreUnavailable(source=StoreFault.AUTH):  # an operator will fix this; do not fail runs
             return Postponed(UNAUTHORIZED_DELAY_MS, str(failure))
         case Fatal() | InvalidInput():
-            return Failed(failure_reason(failure), "permanent")
+            return _failed(failure, "permanent")
         case TimeoutError():
-            return Failed(failure_reason(failure), "timeout")
+            return _failed(failure, "timeout")
         case BudgetExceeded():
-            return Failed(failure_reason(failure), "budget_exceeded")
+            return _failed(failure, "budget_exceeded")
+        case StepFailed():
+            return _failed(failure, failure.type.rpartition(".")[2])
         case _:
-            return Failed(failure_reason(failure), type(failure).__name__[:MAX_CATEGORY_CHARS])
+            return _failed(failure, type(failure).__name__)
+
+
+def _failed(failure: BaseException, category: str) -> Failed:
+    """Return the outcome of a failure. A group with one exception in it is stored as that exception."""
+    category = category[:MAX_CATEGORY_CHARS]
+    leaves = [*islice(_leaves(failure), 2)]
+    return Failed(
+        failure_reason(failure), category, encode_failure(leaves[0] if len(leaves) == 1 else failure, category)
+    )
 
 
 def _outcome_of_group(group: BaseExceptionGroup) -> Outcome:
@@ -95,12 +126,8 @@ def _outcome_of_group(group: BaseExceptionGroup) -> Outcome:
     if not categories:
         return Postponed(max(outcome.after_ms for outcome in outcomes if isinstance(outcome, Postponed)))
     if "permanent" in categories:
-        return Failed(failure_reason(group), "permanent")
-    category = categories.pop() if len(categories) == 1 else type(group).__name__
-    return Failed(failure_reason(group), category[:MAX_CATEGORY_CHARS])
-
-
-LEASE_LOST_KINDS = ("stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found")
+        return _failed(group, "permanent")
+    return _failed(group, categories.pop() if len(categories) == 1 else type(group).__name__)
 
 
 def find_lease_loss(failure: BaseException, run_id: str) -> FabricError | None:
@@ -108,7 +135,7 @@ def find_lease_loss(failure: BaseException, run_id: str) -> FabricError | None:
     for leaf in _leaves(failure):
         cause: BaseException | None = leaf
         for _ in range(MAX_CAUSES):
-            if isinstance(cause, FabricError) and cause.kind in LEASE_LOST_KINDS and cause.execution_id == run_id:
+            if isinstance(cause, FabricError) and is_lease_loss(cause, run_id):
                 return cause
             if cause is None:
                 break
@@ -119,6 +146,11 @@ def find_lease_loss(failure: BaseException, run_id: str) -> FabricError | None:
 def is_definitive(refusal: FabricError) -> bool:
     """True if the store has decided about an outcome; False if it was not reached, or refused the request itself."""
     return not isinstance(refusal, StoreUnavailable | Unauthorized | ResourceExhausted | OperationTimeout)
+
+
+def unstorable_outcome(refusal: FabricError) -> Failed:
+    """Return the failure of an attempt whose outcome can never be stored."""
+    return _failed(refusal, "permanent")
 
 
 def is_unstorable(refusal: FabricError) -> bool:
@@ -133,15 +165,24 @@ async def report_outcome(engine: EngineAPI, handle: Handle, outcome: Outcome) ->
     except ValidationError as error:
         if not is_unstorable(error):
             raise
-        await _send(engine, handle, Failed(failure_reason(error), "permanent"))
+        await _send(engine, handle, unstorable_outcome(error))
+
+
+def warn_of_unread(completed: Completed) -> None:
+    """Log that a run has ended although messages to it are unread."""
+    if completed.unread is not UNSET:
+        counts = ", ".join(f"{name}: {count}" for name, count in completed.unread.items())
+        hint = "`if await ctx.inbox().close(): return` loses none"
+        logger.warning("%s has ended with unread messages (%s); %s", completed.execution_id, counts, hint)
 
 
 async def _send(engine: EngineAPI, handle: Handle, outcome: Outcome) -> None:
     match outcome:
         case Succeeded(result=result):
-            await engine.complete(handle, result=result, encoding="json")
-        case Failed(reason=reason, category=category):
-            await engine.fail(handle, reason=reason, category=category)
+            warn_of_unread(await engine.complete(handle, result=result, encoding="json"))
+        case Failed(reason=reason, category=category, failure=failure, is_final=is_final):
+            policy = NO_RETRY if is_final else None
+            await engine.fail(handle, reason=reason, category=category, failure=failure, retry_policy=policy)
         case Postponed(after_ms=after_ms, reason=reason):
             await engine.delay_for(handle, after_ms, reason=reason)
         case NothingToReport():

@@ -13,11 +13,18 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowfabric.engine_api import EngineAPI
+from flowfabric.errors import FabricError
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.sdk.context import ClaimedAttempt, Context, set_current
 from flowfabric.sdk.durable.attempt import HandlerUnwound, is_simulated_crash
-from flowfabric.sdk.serialization.inputs import budget_ids_by_name, inline_input, resolve_input
+from flowfabric.sdk.durable.branches import ensure_task_factory
+from flowfabric.sdk.serialization.inputs import (
+    batch_input,
+    budget_ids_by_name,
+    inline_input,
+    resolve_input,
+    schedule_of,
+)
 from flowfabric.sdk.worker.eager_runner import EagerRunner
 from flowfabric.sdk.worker.outcome import (
     NOTHING_TO_REPORT,
@@ -34,6 +41,7 @@ from flowfabric.sdk.worker.subprocesses import SubprocessCall, SubprocessPool
 from flowfabric.sdk.worker.threads import DaemonThreadPool
 
 if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.task import Task
 
@@ -65,6 +73,8 @@ class AttemptRunner:
         self._on_outcome = on_outcome
         self._on_slot_freed = on_slot_freed
         self._loop = asyncio.get_running_loop()
+        self._store_time = engine.estimate.now(), self._loop.time()  # the latest known time, and when it was
+        self._worker_task = asyncio.current_task()
         self._eager_runner = EagerRunner(self._run)
         self._threads = DaemonThreadPool("flowfabric-task")
         self._subprocesses = SubprocessPool()
@@ -82,12 +92,16 @@ class AttemptRunner:
 
     def start(self, claimed: Sequence[Claimed]) -> list[ClaimedAttempt]:
         """Schedule the handlers of claimed executions."""
+        ensure_task_factory(self._loop)
         attempts = [ClaimedAttempt(row, self._make_context) for row in claimed]
         self._eager_runner.add(attempts)
         return attempts
 
-    def cancel(self, attempt: ClaimedAttempt, reason: str) -> None:
-        """Cancel an attempt; one that has not started never runs."""
+    def cancel(self, attempt: ClaimedAttempt, reason: str, *, is_run_over: bool = False) -> None:
+        """Cancel an attempt; one that has not started never runs. Another one continues, unless the run is over."""
+        attempt.is_cancelled = True
+        if attempt.context is not None:
+            attempt.context.continues_elsewhere = not is_run_over
         if attempt.handler_task is not None:
             attempt.handler_task.cancel(reason)
         else:
@@ -117,23 +131,25 @@ class AttemptRunner:
     async def _run_handler(self, claimed: Claimed, task: Task[..., Any], attempt: ClaimedAttempt) -> Outcome:
         """Call the handler and return its outcome; raises only if the attempt was cancelled from outside."""
         try:
-            arguments = task.signature.load(
-                inline_input(claimed.payload) or await resolve_input(self._engine, claimed.payload, self._app.namespace)
-            )
+            arguments = task.handler_signature.load(self._inline(claimed, task) or await self._resolve(claimed, task))
+            if self._seems_expired(claimed) and await self._has_expired(claimed):
+                return NOTHING_TO_REPORT
             try:
                 value = await self._call(task, attempt, arguments)
             finally:
                 if attempt.context is not None:
                     attempt.context.close()
+            task.check_result(value, arguments)
             if attempt.context is not None:
                 await attempt.context.flush()
+                await attempt.context.acknowledge_spends()
         except (asyncio.CancelledError, HandlerUnwound) as error:
             if attempt.context is not None:
                 attempt.context.mark_cancelled()
             if attempt.is_parked:
                 _uncancel()
                 return NOTHING_TO_REPORT
-            if _is_cancelled() or isinstance(error, HandlerUnwound):
+            if self._is_cancelled(attempt) or isinstance(error, HandlerUnwound):
                 raise
             # Something that the handler awaited was cancelled, not the attempt.
             return await _failure_outcome(claimed, task, attempt, error)
@@ -150,13 +166,59 @@ class AttemptRunner:
             return _outcome_after_park(claimed, task)
         return _log_failure(claimed, task, outcome_of_result(task, value))
 
+    def _seems_expired(self, claimed: Claimed) -> bool:
+        """True if the lease has expired by what this worker knows of the store's time: it stalled during its claim.
+
+        The reply to the claim was late then, and set the engine's estimate back. So the time of an earlier run counts
+        too, with what has passed since.
+        """
+        (then_ms, then_s), now_s = self._store_time, self._loop.time()
+        now = max(self._engine.estimate.now(), then_ms + int((now_s - then_s) * 1000))
+        self._store_time = now, now_s
+        return self._lease_expires_at(claimed.lease_id) <= now
+
+    async def _has_expired(self, claimed: Claimed) -> bool:
+        """Confirm with the store's clock that the lease has expired; log and count it.
+
+        Such an attempt is not begun, and nothing is written: the sweep lets another worker claim the execution. The
+        worker's own knowledge does not suffice, because with a store whose clock was set back it would refuse all work.
+        """
+        try:
+            now = await self._engine.ping()
+        except FabricError as error:
+            logger.warning("%s: the store's clock cannot be read: %s", claimed.execution_id, error)
+        else:
+            self._engine.estimate.update(now)
+            self._store_time = now, self._loop.time()
+            if now < self._lease_expires_at(claimed.lease_id):
+                return False
+        logger.warning("%s: not begun: its lease expired after the claim", claimed.execution_id)
+        self._engine.metrics.count("ff_lease_expired_before_start")
+        return True
+
+    def _is_cancelled(self, attempt: ClaimedAttempt) -> bool:
+        """True if the attempt was cancelled from outside: by its worker, or with it as the loop ends."""
+        worker = self._worker_task
+        return attempt.is_cancelled or worker is None or worker.done() or worker.cancelling() > 0
+
+    def _inline(self, claimed: Claimed, task: Task[..., Any]) -> bytes:
+        """Return the arguments if they came with the claim; else nothing."""
+        return b"" if task.is_batch else inline_input(claimed.payload)
+
+    async def _resolve(self, claimed: Claimed, task: Task[..., Any]) -> bytes:
+        """Return the arguments as a JSON object, with what has to be read."""
+        if task.is_batch:
+            [parameter] = task.handler_signature.parameter_codecs
+            return await batch_input(self._engine, claimed.handle, claimed.payload, parameter)
+        return await resolve_input(self._engine, claimed.payload, self._app.namespace)
+
     def _call(self, task: Task[..., Any], attempt: ClaimedAttempt, arguments: dict[str, Any]) -> Awaitable[Any]:
         """Return an awaitable for the handler's result."""
         if not task.is_async:
             return self._run_in_thread(task, attempt.get_context(), arguments)
         set_current(attempt)
         call: Awaitable[Any] = task.handler(**task.with_context(arguments, attempt.get_context))
-        return call if task.timeout_s is None else _with_timeout(call, task.name, task.timeout_s)
+        return call if task.timeout_s is None else _with_timeout(call, attempt, task.name, task.timeout_s)
 
     def _make_context(self, attempt: ClaimedAttempt) -> Context:
         claimed = attempt.claimed
@@ -167,18 +229,23 @@ class AttemptRunner:
             self._engine,
             claimed.handle,
             task,
-            handler_task=attempt.handler_task if task.is_async else None,
+            branches=attempt.branches if task.is_async else None,
             loop=self._loop,
             budgets=budget_ids_by_name(claimed.payload),
+            scheduled=schedule_of(claimed.payload),
             lease_until=lambda: self._lease_expires_at(claimed.lease_id),
+            life=claimed.life,
         )
 
     async def _run_stub(self, claimed: Claimed, task: Task[..., Any]) -> Outcome:
         """Call a test's stub instead of the handler; it gets the arguments without a context."""
         try:
-            arguments = task.signature.load(await resolve_input(self._engine, claimed.payload, self._app.namespace))
+            arguments = task.handler_signature.load(await self._resolve(claimed, task))
             value = self._app.stubs[task](**arguments)
-            return outcome_of_result(task, await value if inspect.isawaitable(value) else value)
+            if inspect.isawaitable(value):
+                value = await value
+            task.check_result(value, arguments)
+            return outcome_of_result(task, value)
         except Exception as error:
             return outcome_of_exception(error)
 
@@ -218,17 +285,22 @@ class AttemptRunner:
     async def _run_in_subprocess(self, attempt: ClaimedAttempt, task: Task[..., Any]) -> Outcome:
         claimed, handle = attempt.claimed, attempt.claimed.handle
         attempt.is_process_starting = True
+        arguments = await self._resolve(claimed, task)
+        if self._seems_expired(claimed) and await self._has_expired(claimed):
+            return NOTHING_TO_REPORT
         call = SubprocessCall(
             module=task.module,
             task=task.name,
-            input=await resolve_input(self._engine, claimed.payload, self._app.namespace),
+            input=arguments,
             url=self._app.url if self._engine.is_shared else None,
             backend=handle.backend.value,
             handle_kind=handle.kind.value,
             handle=handle.opaque,
             signature=handle.signature,
             budgets=budget_ids_by_name(claimed.payload),
+            scheduled=schedule_of(claimed.payload),
             lease_expires_at=claimed.lease_expires_at,
+            life=claimed.life,
         )
 
         def on_started() -> None:
@@ -246,7 +318,9 @@ async def _failure_outcome(
         return NOTHING_TO_REPORT
     if attempt.context is not None:
         await attempt.context.flush_quietly()
-    outcome = outcome_of_exception(error)
+        await attempt.context.acknowledge_spends()
+    is_final = attempt.context is not None and attempt.context.is_final(error)
+    outcome = outcome_of_exception(error, is_final=is_final)
     if isinstance(outcome, Failed) and not is_encodable(error):  # its text would break the log
         return _log_failure(claimed, task, outcome)
     subject = (claimed.execution_id, claimed.attempt_index, task.name)
@@ -254,7 +328,7 @@ async def _failure_outcome(
         trace = (type(error), error, application_traceback(error))
         logger.warning("%s: attempt %d of %s failed", *subject, exc_info=trace)
     else:
-        logger.info("%s: attempt %d of %s goes on later: %s", *subject, error)
+        logger.info("%s: attempt %d of %s continues later: %s", *subject, error)
     return outcome
 
 
@@ -266,20 +340,14 @@ def _log_failure(claimed: Claimed, task: Task[..., Any], outcome: Outcome) -> Ou
     return outcome
 
 
-def _is_cancelled() -> bool:
-    """True if the attempt was cancelled by its worker, which stops or has lost the lease."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-async def _with_timeout(call: Awaitable[Any], name: str, timeout_s: float) -> Any:
-    limit = asyncio.timeout(timeout_s)
+async def _with_timeout(call: Awaitable[Any], attempt: ClaimedAttempt, name: str, timeout_s: float) -> Any:
+    attempt.time_limit = limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             return await call
-    except TimeoutError as error:
-        if not limit.expired():  # the handler raised it itself
-            raise
+    except (TimeoutError, asyncio.CancelledError) as error:
+        if not limit.expired() or (attempt.is_cancelled and isinstance(error, asyncio.CancelledError)):
+            raise  # the handler raised it itself, or the worker has cancelled the attempt
         timeout = TimeoutError(f"{name} has not returned after {timeout_s:g} s")
         # The cancellation shows where the handler was. Before Python 3.11.4 it is the error's context, not its cause.
         raise timeout.with_traceback((error.__cause__ or error.__context__ or error).__traceback__) from None

@@ -25,6 +25,7 @@ import msgspec
 from flowfabric.handles import BackendTag, Handle, HandleKind
 from flowfabric.sdk.context import Context, set_current
 from flowfabric.sdk.durable.attempt import HandlerUnwound
+from flowfabric.sdk.durable.branches import BranchTree, ensure_task_factory
 from flowfabric.sdk.task import Task
 from flowfabric.sdk.worker.outcome import (
     NOTHING_TO_REPORT,
@@ -52,7 +53,9 @@ class SubprocessCall(msgspec.Struct, frozen=True):
     handle: bytes
     signature: bytes  # of the handle, by the server that issued it; empty on a store
     budgets: dict[str, str]
+    scheduled: tuple[str, int] | None
     lease_expires_at: int
+    life: int = 0
 
 
 class SubprocessPool:
@@ -200,9 +203,9 @@ def _run_call(call: SubprocessCall, loop: asyncio.AbstractEventLoop, on_started:
         context = None
         if call.url is not None:
             context = asyncio.run_coroutine_threadsafe(_make_context(task, call), loop).result()
-        elif task.signature.context_name is not None:
+        elif task.handler_signature.context_name is not None:
             raise RuntimeError("a store in memory cannot be reached from another process: this handler gets no context")
-        arguments = task.signature.load(call.input)
+        arguments = task.handler_signature.load(call.input)
     except Exception as error:
         on_started()
         return outcome_of_exception(error)
@@ -233,6 +236,8 @@ def _run_plain_handler(
         value = variables.run(lambda: task.handler(**arguments))
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.flush(), loop).result()
+            asyncio.run_coroutine_threadsafe(context.acknowledge_spends(), loop).result()
+        task.check_result(value, arguments)
     except HandlerUnwound:
         return NOTHING_TO_REPORT
     except Exception as error:
@@ -240,14 +245,16 @@ def _run_plain_handler(
             return NOTHING_TO_REPORT
         if context is not None:
             asyncio.run_coroutine_threadsafe(context.flush_quietly(), loop).result()
-        return outcome_of_exception(error)
+            asyncio.run_coroutine_threadsafe(context.acknowledge_spends(), loop).result()
+        return outcome_of_exception(error, is_final=context is not None and context.is_final(error))
     return outcome_of_result(task, value)
 
 
 async def _run_async_handler(task: Task[..., Any], arguments: dict[str, Any], context: Context | None) -> Outcome:
     """Call an `async def` handler on the subprocess's loop."""
     if context is not None:
-        context.handler_task = asyncio.current_task()
+        ensure_task_factory(asyncio.get_running_loop())
+        context.branches = BranchTree(asyncio.current_task())
         set_current(context)
         arguments = task.with_context(arguments, lambda: context)
     try:
@@ -258,6 +265,8 @@ async def _run_async_handler(task: Task[..., Any], arguments: dict[str, Any], co
                 context.close()
         if context is not None:
             await context.flush()
+            await context.acknowledge_spends()
+        task.check_result(value, arguments)
     except asyncio.CancelledError as error:
         return NOTHING_TO_REPORT if context is not None and context.is_parked else outcome_of_exception(error)
     except (Exception, SystemExit) as error:  # a SystemExit would end the loop without an outcome
@@ -265,7 +274,8 @@ async def _run_async_handler(task: Task[..., Any], arguments: dict[str, Any], co
             return NOTHING_TO_REPORT
         if context is not None:
             await context.flush_quietly()
-        return outcome_of_exception(error)
+            await context.acknowledge_spends()
+        return outcome_of_exception(error, is_final=context is not None and context.is_final(error))
     return outcome_of_result(task, value)
 
 
@@ -275,4 +285,12 @@ async def _make_context(task: Task[..., Any], call: SubprocessCall) -> Context:
         app.url = call.url  # the worker may use another store than the module names
     engine = await app.claim()
     handle = Handle(BackendTag(call.backend), HandleKind(call.handle_kind), call.handle, call.signature)
-    return Context(app, engine, handle, task, budgets=call.budgets, lease_until=lambda: call.lease_expires_at)
+    return Context(
+        app,
+        engine,
+        handle,
+        task,
+        budgets=call.budgets,
+        lease_until=lambda: call.lease_expires_at,
+        life=call.life,
+    )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol, TypeVar
 
+from flowfabric.sdk.durable.branches import untracked
+
 T = TypeVar("T")
 
 
@@ -87,8 +89,16 @@ class ThreadScheduler(Protocol):
         """Block until the calling thread may continue."""
 
 
-class Portal:
-    """Runs coroutines on an event loop for other threads, which block until they return."""
+class Portal(Protocol):
+    """Runs coroutines for a thread, which blocks until they return."""
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result."""
+        ...
+
+
+class LoopPortal:
+    """Runs the coroutines of other threads on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scheduler: ThreadScheduler | None = None) -> None:
         self._loop = loop
@@ -104,10 +114,13 @@ class Portal:
             coroutine.close()
             raise RuntimeError("this would block the event loop that runs here: await the method without .sync instead")
         if self._scheduler is None:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+            with untracked():
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            return future.result()
         self._scheduler.will_wait()
         noted = _note_answer(coroutine, self._scheduler, threading.get_ident())
-        future = asyncio.run_coroutine_threadsafe(noted, self._loop)
+        with untracked():
+            future = asyncio.run_coroutine_threadsafe(noted, self._loop)
         try:
             return future.result()
         finally:

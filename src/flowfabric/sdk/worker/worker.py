@@ -14,9 +14,9 @@ import signal
 import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowfabric.engine_api import EngineAPI, LanePollerAPI
+from flowfabric.engine.types import version_token
 from flowfabric.errors import (
     ExecutionNotActive,
     FabricError,
@@ -25,17 +25,24 @@ from flowfabric.errors import (
     StoreUnavailable,
     Unauthorized,
 )
+from flowfabric.event_loop import start_task
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.sdk import validation
 from flowfabric.sdk.context import ClaimedAttempt
+from flowfabric.sdk.durable.branches import stop_tracking
 from flowfabric.sdk.durations import Duration, to_ms
 from flowfabric.sdk.fabric import Fabric
+from flowfabric.sdk.schedules import apply_schedules
 from flowfabric.sdk.worker.completions import OutcomeReporter
 from flowfabric.sdk.worker.heartbeat import Heartbeat, HeldLeases, LoopHeartbeat
+from flowfabric.sdk.worker.held_runs import keep_releasing
 from flowfabric.sdk.worker.outcome import Outcome
-from flowfabric.sdk.worker.registration import WorkerRegistrar
+from flowfabric.sdk.worker.registration import WorkerRegistrar, served_tasks
 from flowfabric.sdk.worker.runner import AttemptRunner
+
+if TYPE_CHECKING:
+    from flowfabric.engine_protocol import EngineAPI, LanePollerAPI
 
 logger = logging.getLogger("flowfabric.worker")
 
@@ -84,7 +91,10 @@ class Worker:
         self._app = app
         self._slots = validation.validate_int("slots", slots, minimum=1)
         self._lanes = validation.validate_lanes(lanes) if lanes is not None else _lanes_of(app)
-        self._capabilities = tuple(sorted(validation.validate_capabilities("capabilities", capabilities)))
+        offered = validation.validate_capabilities("capabilities", capabilities)
+        if app.version is not None:  # for runs of pinned tasks
+            offered |= {version_token(app.version)}
+        self._capabilities = tuple(sorted(offered))
         self._ttl_ms = to_ms(lease_ttl, "lease_ttl", minimum_ms=1)
         self._grace_s = to_ms(grace, "grace") / 1000
         self._stall_limit_s = to_ms(stall_limit, "stall_limit") / 1000
@@ -96,6 +106,7 @@ class Worker:
             instance_id=self.instance_id,
             lanes=self._lanes,
             capabilities=self._capabilities,
+            tasks=served_tasks(app.tasks.values(), self._lanes),
             ttl_ms=max(1000, 2 * self._ttl_ms) if presence_ttl is None else to_ms(presence_ttl, "presence_ttl"),
         )
         self._leases = HeldLeases(self._handler_timeout_s)
@@ -158,6 +169,7 @@ class Worker:
 
         Raises `SchemaTooNew` if a newer release has changed the store's schema in a way that this one cannot handle.
         """
+        stop_tracking()  # a worker that a handler starts is no branch of that handler
         engine = await self._start()
         if engine is None:  # stopped before the store was available
             return
@@ -171,6 +183,7 @@ class Worker:
         self._reporter = reporter = OutcomeReporter(engine, self._on_reported, lease_expires_at=self._leases.expires_at)
         heartbeat = self._make_heartbeat(engine)
         heartbeat.start()
+        held = start_task(keep_releasing(self._app, engine))
         try:
             await self._claim_until_stopped(engine, reporter)
             if self._schema_error is not None:
@@ -180,6 +193,7 @@ class Worker:
             unfinished = await self._drain(reporter)
             await _within_shutdown_timeout(self._release_and_deregister(engine, reporter, unfinished))
         finally:
+            held.cancel()
             await heartbeat.stop()
             self._attempts.close()
 
@@ -191,6 +205,7 @@ class Worker:
                 self._engine = engine = await self._app.claim()
                 engine.limit_commands(self._ttl_ms * COMMAND_LEASE_SHARE / 1000)
                 await self._app.declare(engine)
+                await apply_schedules(self._app, engine)
                 await self._presence.register(engine)
             except StoreUnavailable as error:
                 if not error.retryable:
@@ -235,6 +250,7 @@ class Worker:
 
     async def _claim_until_stopped(self, engine: EngineAPI, reporter: OutcomeReporter) -> None:
         poller = self._make_poller(engine)
+        most = poller.max_claim(self._slots)
         max_wait_ms = max(POLL_WAIT_MS, engine.settings.poll_ms)
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
@@ -246,7 +262,7 @@ class Worker:
                 continue
             try:
                 claimed = await poller.claim(
-                    free_slots, max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set()
+                    min(free_slots, most), max_wait_ms=max_wait_ms, go_on=lambda: not self._stopping.is_set()
                 )
             except SchemaTooNew as error:
                 self._stop_for_newer_schema(error)
@@ -272,7 +288,7 @@ class Worker:
         poller.close()
 
     def _make_poller(self, engine: EngineAPI, namespaces: tuple[str, ...] | None = None) -> LanePollerAPI:
-        """Return a poller of the lanes. It claims from all namespaces, which is faster, until it meets another one."""
+        """Return a poller of the lanes. Without `namespaces` it claims from all, which is faster."""
         return engine.pulling(
             self._lanes,
             worker_id=self.worker_id,
@@ -289,8 +305,8 @@ class Worker:
         logger.warning(
             "draining: %d running, %g s of grace; stop again to release them at once", len(self._running), self._grace_s
         )
-        hurry = asyncio.create_task(self._hurry.wait())
-        finished = asyncio.create_task(self._finish(reporter))
+        hurry = start_task(self._hurry.wait())
+        finished = start_task(self._finish(reporter))
         await asyncio.wait((finished, hurry), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         finished.cancel()
         hurry.cancel()
@@ -362,7 +378,8 @@ class Worker:
         attempt = self._running.get(lease_id)
         if attempt is not None and not attempt.is_parked:
             logger.warning("%s lost its lease: %s", attempt.claimed.execution_id, error)
-            self._attempts.cancel(attempt, f"lease lost: {error}")
+            is_over = isinstance(error, ExecutionNotActive) and error.lifecycle_phase == LifecyclePhase.TERMINAL
+            self._attempts.cancel(attempt, f"lease lost: {error}", is_run_over=is_over)
 
 
 def _is_own_park(claimed: Claimed, error: FabricError) -> bool:

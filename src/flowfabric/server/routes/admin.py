@@ -1,24 +1,18 @@
-"""Routes for administrators: signing keys and API tokens."""
+"""Routes for administrators: signing keys, API tokens and the spread of lanes."""
 
 from __future__ import annotations
 
 import asyncio
 
 from flowfabric import errors
-from flowfabric.api.admin import (
-    CreateTokenRequest,
-    ListTokensResponse,
-    RevokeTokenResponse,
-    RotateTokenRequest,
-    RotateWaitpointSecretRequest,
-    RotateWaitpointSecretResponse,
-)
+from flowfabric.api import admin as api
 from flowfabric.engine.types import KeyIds
-from flowfabric.model.api_token import ApiScope, ApiTokenCreated
+from flowfabric.model.scheduling.lane import LaneSpread
+from flowfabric.model.security.api_token import ApiScope, ApiTokenCreated
 from flowfabric.server import logging
 from flowfabric.server.errors import HttpError, bad_request
 from flowfabric.server.request import Request, json_response, path_uuid
-from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, Response, RouteGroup, Subject
+from flowfabric.server.routing import PAGE_PARAMS, Response, RouteGroup, Subject
 
 routes = RouteGroup("admin")
 
@@ -28,12 +22,14 @@ HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 @routes.post(
     "/v1/admin/rotate-waitpoint-secret",
-    {200: RotateWaitpointSecretResponse},
-    body=RotateWaitpointSecretRequest,
+    {200: api.RotateWaitpointSecretResponse},
+    body=api.RotateWaitpointSecretRequest,
     scope=ApiScope.ADMIN,
     long=True,
 )
-async def rotate_waitpoint_secret(request: Request[RotateWaitpointSecretRequest]) -> Response:
+async def rotate_waitpoint_secret(
+    request: Request[api.RotateWaitpointSecretRequest],
+) -> api.RotateWaitpointSecretResponse:
     """Rotate the key that signs waitpoint tokens; the previous key verifies during the configured grace period."""
     kid, secret = request.body.new_kid, request.body.new_secret_hex
     if not kid or ":" in kid:
@@ -62,10 +58,10 @@ async def rotate_waitpoint_secret(request: Request[RotateWaitpointSecretRequest]
         _audit(request, kid, "waitpoint_hmac_rotation_failed")
         raise bad_request(f"rotation failed on all partitions: {kid} is known with another secret")
     _audit(request, kid, "waitpoint_hmac_rotation_complete")
-    return json_response(RotateWaitpointSecretResponse(len(rotations) - len(failed), failed, kid))
+    return api.RotateWaitpointSecretResponse(len(rotations) - len(failed), failed, kid)
 
 
-def _audit(request: Request[RotateWaitpointSecretRequest], kid: str, event: str) -> None:
+def _audit(request: Request[api.RotateWaitpointSecretRequest], kid: str, event: str) -> None:
     logging.log_audit(event, {"who": request.principal.name, "new_kid": kid, "request_id": request.request_id})
 
 
@@ -76,13 +72,13 @@ NO_STORE = ("cache-control", "no-store")
 
 
 @routes.get("/v1/signing-keys", {200: KeyIds}, scope=ApiScope.READ, subject=Subject.CHECKED_BY_HANDLER)
-async def list_signing_keys(request: Request[None]) -> Response:
+async def list_signing_keys(request: Request[None]) -> KeyIds:
     """List the ids of the keys that sign waitpoint tokens and grants, and of those that still verify."""
-    return json_response(await request.engine.list_waitpoint_hmac_kids())
+    return await request.engine.list_waitpoint_hmac_kids()
 
 
-@routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=CreateTokenRequest, scope=ApiScope.ADMIN, audit=True)
-async def make_api_token(request: Request[CreateTokenRequest]) -> Response:
+@routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=api.CreateTokenRequest, scope=ApiScope.ADMIN, audit=True)
+async def make_api_token(request: Request[api.CreateTokenRequest]) -> Response:
     """Create an API token; its secret is returned only now."""
     body = request.body
     created = await request.engine.make_api_token(
@@ -91,22 +87,22 @@ async def make_api_token(request: Request[CreateTokenRequest]) -> Response:
     return json_response(created, 201, NO_STORE)
 
 
-@routes.get("/v1/admin/tokens", {200: ListTokensResponse}, scope=ApiScope.ADMIN, query=(CURSOR_PARAM, LIMIT_PARAM))
-async def list_api_tokens(request: Request[None]) -> Response:
+@routes.get("/v1/admin/tokens", {200: api.ListTokensResponse}, scope=ApiScope.ADMIN, query=PAGE_PARAMS)
+async def list_api_tokens(request: Request[None]) -> api.ListTokensResponse:
     """List API tokens by id, without their secrets."""
-    return json_response(
-        ListTokensResponse(
-            await request.engine.list_api_tokens(
-                cursor=request.query_param("cursor") or None, limit=request.int_param("limit", 100)
-            )
-        )
+    return api.ListTokensResponse(
+        await request.engine.list_api_tokens(cursor=request.cursor, limit=request.int_param("limit", 100))
     )
 
 
 @routes.post(
-    "/v1/admin/tokens/{id}/rotate", {200: ApiTokenCreated}, body=RotateTokenRequest, scope=ApiScope.ADMIN, audit=True
+    "/v1/admin/tokens/{id}/rotate",
+    {200: ApiTokenCreated},
+    body=api.RotateTokenRequest,
+    scope=ApiScope.ADMIN,
+    audit=True,
 )
-async def rotate_api_token(request: Request[RotateTokenRequest]) -> Response:
+async def rotate_api_token(request: Request[api.RotateTokenRequest]) -> Response:
     """Replace the secret of a token; the previous one is valid during the grace period."""
     created = await request.engine.rotate_api_token(
         path_uuid("token_id", request.path_params[0]), grace_ms=request.body.grace_ms
@@ -115,9 +111,15 @@ async def rotate_api_token(request: Request[RotateTokenRequest]) -> Response:
     return json_response(created, 200, NO_STORE)
 
 
-@routes.delete("/v1/admin/tokens/{id}", {200: RevokeTokenResponse}, scope=ApiScope.ADMIN, audit=True)
-async def revoke_api_token(request: Request[bytes]) -> Response:
+@routes.delete("/v1/admin/tokens/{id}", {200: api.RevokeTokenResponse}, scope=ApiScope.ADMIN, audit=True)
+async def revoke_api_token(request: Request[bytes]) -> api.RevokeTokenResponse:
     """Revoke a token."""
     revoked = await request.engine.revoke_api_token(path_uuid("token_id", request.path_params[0]))
     request.app.authenticator.clear_cache()
-    return json_response(RevokeTokenResponse(revoked))
+    return api.RevokeTokenResponse(revoked)
+
+
+@routes.put("/v1/lanes/{lane}", {200: LaneSpread}, body=api.SetLaneSpreadRequest, scope=ApiScope.OPERATE, audit=True)
+async def set_lane_spread(request: Request[api.SetLaneSpreadRequest]) -> LaneSpread:
+    """Spread the new executions of a lane over this many partitions; it takes effect some seconds later."""
+    return await request.engine.set_lane_spread(request.path_params[0], request.body.spread)

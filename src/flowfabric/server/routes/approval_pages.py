@@ -7,8 +7,6 @@ Programs post their decision to the link itself, as JSON, and get JSON back.
 from __future__ import annotations
 
 import hashlib
-from base64 import b64encode
-from html import escape
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -16,6 +14,7 @@ import msgspec
 
 from flowfabric import errors, ids, json_limits
 from flowfabric.api.encoding import RedactedRepr
+from flowfabric.console import paper
 from flowfabric.engine.types import Accepted, DuplicateDelivery, SignalArgs, WaitpointToken, approval_name, vote_schema
 from flowfabric.server import approval_form
 from flowfabric.server.errors import HttpError, bad_request
@@ -25,18 +24,13 @@ from flowfabric.server.routing import HTML, SIGNAL_LIMIT, QueryParam, Response, 
 routes = RouteGroup("waitpoint pages")
 
 PATH = "/v1/waitpoints/{id}/{waitpoint_id}"
-STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:40rem;margin:3rem auto;padding:0 1rem;color:#222}"
-    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem}dt{color:#666}dd{margin:0}"
-    "label{display:block;margin:.8rem 0}input,select,textarea{display:block;width:100%;font:inherit;padding:.4rem}"
-    "button{font:inherit;padding:.5rem 1.5rem}.bad{color:#a00}"
-)
-_STYLE_HASH = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-_FORM_POLICY = "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 SECURITY_HEADERS = (
     (
         "content-security-policy",
-        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; {_FORM_POLICY}",
+        (
+            "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; "
+            "frame-ancestors 'none'"
+        ),
     ),
     ("cache-control", "no-store"),
     ("referrer-policy", "no-referrer"),
@@ -64,7 +58,7 @@ class ApprovalQuestion(RedactedRepr, msgspec.Struct, frozen=True):
 async def show_waitpoint(request: Request[None]) -> Response:
     """Show the question and a form for the decision."""
     question = await _question(request, request.query_param("token") or "")
-    return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404) if question is None else _form(request, question)
+    return _page(request, "Not found", LINK_INVALID_TEXT, 404) if question is None else _form(request, question)
 
 
 @routes.post(
@@ -90,10 +84,10 @@ async def _answer_form(request: Request[bytes]) -> Response:
             parse_qsl(request.body.decode(), keep_blank_values=True, max_num_fields=2 * approval_form.MAX_FIELDS)
         )
     except ValueError:
-        return _page("Not understood", "<p>The form could not be read.</p>", 400)
+        return _page(request, "Not understood", "The form could not be read.", 400)
     question = await _question(request, fields.get("token", ""))
     if question is None:
-        return _page("Not found", f"<p>{LINK_INVALID_TEXT}</p>", 404)
+        return _page(request, "Not found", LINK_INVALID_TEXT, 404)
     try:
         decision = approval_form.parse_form(fields, question.schema)
     except approval_form.InvalidFormInput as invalid:
@@ -117,12 +111,12 @@ async def _answer_form(request: Request[bytes]) -> Response:
     except errors.InvalidInput as error:  # the decision does not fit the schema
         return _form(request, question, error.detail)
     except (errors.StateError, errors.ValidationError):
-        return _page("Too late", f"<p>{LINK_INVALID_TEXT}</p>", 409)
+        return _page(request, "Too late", LINK_INVALID_TEXT, 409)
     if isinstance(answer, DuplicateDelivery):
-        return _page(question.title, f"<p>{RECORDED_TEXT} It had been recorded before.</p>")
+        return _page(request, question.title, f"{RECORDED_TEXT} It had been recorded before.")
     if not answer.is_useful:
-        return _page("Not counted", f"<p>{ALREADY_VOTED_TEXT}</p>", 409)
-    return _page(question.title, f"<p>{RECORDED_TEXT}</p>")
+        return _page(request, "Not counted", ALREADY_VOTED_TEXT, 409)
+    return _page(request, question.title, RECORDED_TEXT)
 
 
 async def _answer_json(request: Request[bytes], token: str) -> Response:
@@ -214,26 +208,28 @@ def _json(text: str | None) -> Any:
 
 
 def _form(request: Request[Any], question: ApprovalQuestion, error: str = "") -> Response:
-    token = escape(question.token, quote=True)
-    error_html = f'<p class="bad">{escape(error)}</p>' if error else ""
-    return _page(
-        question.title,
-        f"{approval_form.render_facts(question.shown)}{error_html}"
-        f'<form method="post" action="?">{approval_form.render_prefix(question.schema)}\n'
-        f'<input type="hidden" name="token" value="{token}">'
-        f'<input type="hidden" name="once" value="{request.engine.minter.uuid()}">\n'
-        f"{approval_form.render_fields(question.schema)}"
-        f'<label>Your name<input type="text" name="by" maxlength="{MAX_NAME_CHARS}"></label>\n'
-        f"{approval_form.render_buttons(question.schema)}\n</form>",
-        400 if error else 200,
-    )
+    return _page(request, question.title, "", 400 if error else 200, question=question, error=error)
 
 
-def _page(title: str, body: str, status: int = 200) -> Response:
-    html = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+def _page(
+    request: Request[Any],
+    title: str,
+    text: str,
+    status: int = 200,
+    *,
+    question: ApprovalQuestion | None = None,
+    error: str = "",
+) -> Response:
+    html = paper.render(
+        request.mount_path,
+        "waitpoint.html",
+        title=title,
+        text=text,
+        error=error,
+        token="" if question is None else question.token,
+        once=request.engine.minter.uuid(),
+        facts=[] if question is None else approval_form.fact_texts(question.shown),
+        form=None if question is None else approval_form.render_form(question.schema),
+        max_name_chars=MAX_NAME_CHARS,
     )
-    return Response(status, html.encode(), HTML, SECURITY_HEADERS)
+    return Response(status, html, HTML, SECURITY_HEADERS)

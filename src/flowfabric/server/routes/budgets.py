@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from flowfabric.api.budgets import (
-    BudgetIds,
-    BudgetRef,
-    ChangeBudgetLimitsRequest,
-    CreateBudgetRequest,
-    CreateQuotaPolicyRequest,
-    HardBreachResponse,
-    QuotaRef,
-    ReleaseBudgetRequest,
-    ReportUsageRequest,
-)
+from flowfabric.api import budgets as api
 from flowfabric.model.answers import limits as limit_answers
-from flowfabric.model.api_token import ApiScope
-from flowfabric.server.request import Request, json_response, path_uuid, require_found, variant_response
-from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, NAMESPACE_PARAM, Response, RouteGroup, Subject, one_of
+from flowfabric.model.security.api_token import ApiScope
+from flowfabric.server.request import Request, path_uuid, require_found, variant_response
+from flowfabric.server.routing import NAMESPACE_PARAM, PAGE_PARAMS, Response, RouteGroup, Subject, one_of
 
-routes = RouteGroup("budgets")
+routes = RouteGroup("budgets", subject=Subject.CHECKED_BY_HANDLER)
+operator_routes = routes.with_defaults(scope=ApiScope.OPERATE, audit=True)
 
 BUDGET_PATH = "/v1/budgets/{id}"
 
 
-def _path_budget_id(request: Request[Any]) -> str:
-    return path_uuid("budget_id", request.path_params[0])
-
-
-def _query_namespace(request: Request[Any]) -> str:
-    return request.resolve_namespace(request.query_param("namespace"))
-
-
-@routes.post(
+@operator_routes.post(
     "/v1/budgets",
-    {201: one_of(Created=BudgetRef), 200: one_of(AlreadySatisfied=BudgetRef, Changed=BudgetRef)},
-    body=CreateBudgetRequest,
-    scope=ApiScope.OPERATE,
-    subject=Subject.CHECKED_BY_HANDLER,
-    audit=True,
+    {201: one_of(Created=api.BudgetRef), 200: one_of(AlreadySatisfied=api.BudgetRef, Changed=api.BudgetRef)},
+    body=api.CreateBudgetRequest,
 )
-async def create_budget(request: Request[CreateBudgetRequest]) -> Response:
+async def create_budget(request: Request[api.CreateBudgetRequest]) -> Response:
     """Define a budget; a second definition changes nothing unless its declaration differs."""
     answer = await request.engine.create_budget(
         **request.body.to_kwargs("namespace"), namespace=request.resolve_namespace(request.body.namespace)
@@ -53,91 +31,65 @@ async def create_budget(request: Request[CreateBudgetRequest]) -> Response:
     )
 
 
-@routes.get(
-    "/v1/budgets",
-    {200: BudgetIds},
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(CURSOR_PARAM, LIMIT_PARAM, NAMESPACE_PARAM),
-)
-async def list_budgets(request: Request[None]) -> Response:
+@routes.get("/v1/budgets", {200: api.BudgetIds}, query=(*PAGE_PARAMS, NAMESPACE_PARAM))
+async def list_budgets(request: Request[None]) -> api.BudgetIds:
     """List the ids of the budgets of a namespace, ascending."""
-    return json_response(
-        BudgetIds(
-            await request.engine.list_budgets(
-                cursor=request.query_param("cursor") or None,
-                limit=request.int_param("limit", 50),
-                namespace=_query_namespace(request),
-            )
+    return api.BudgetIds(
+        await request.engine.list_budgets(
+            cursor=request.cursor, limit=request.int_param("limit", 50), namespace=request.namespace
         )
     )
 
 
-@routes.get(
-    BUDGET_PATH, {200: limit_answers.BudgetStatus}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
-)
-async def get_budget_status(request: Request[None]) -> Response:
+@routes.get(BUDGET_PATH, {200: limit_answers.BudgetStatus}, query=(NAMESPACE_PARAM,))
+async def get_budget_status(request: Request[None]) -> limit_answers.BudgetStatus:
     """Return the limits of a budget, its usage and its refusals."""
-    return json_response(
-        await request.engine.get_budget_status(_path_budget_id(request), namespace=_query_namespace(request))
-    )
+    return await request.engine.get_budget_status(request.budget_id, namespace=request.namespace)
 
 
 @routes.post(
     f"{BUDGET_PATH}/usage",
     {
         200: one_of(
-            limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, HardBreach=HardBreachResponse
+            limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, HardBreach=api.HardBreachResponse
         )
     },
-    body=ReportUsageRequest,
+    body=api.ReportUsageRequest,
     scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
 )
-async def report_usage(request: Request[ReportUsageRequest]) -> Response:
+async def report_usage(
+    request: Request[api.ReportUsageRequest],
+) -> limit_answers.Ok | limit_answers.AlreadyApplied | limit_answers.SoftBreach | Response:
     """Report usage; a hard breach applies nothing."""
     body = request.body
     names = sorted(body.dimensions)  # a JSON object has no order of its own
     answer = await request.engine.report_usage_admin(
-        _path_budget_id(request),
+        request.budget_id,
         dimensions=names,
         deltas=[body.dimensions[name] for name in names],
         dedup_key=body.dedup_key,
         namespace=request.resolve_namespace(body.namespace),
     )
     if isinstance(answer, limit_answers.HardBreach):
-        breach = HardBreachResponse(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
+        breach = api.HardBreachResponse(answer.dimension, answer.current_usage, answer.hard_limit, answer.reserved)
         return variant_response(breach, name="HardBreach")
-    return variant_response(answer)
+    return answer
 
 
-@routes.post(
-    f"{BUDGET_PATH}/reset",
-    {200: one_of(Reset=limit_answers.BudgetReset)},
-    scope=ApiScope.OPERATE,
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(NAMESPACE_PARAM,),
-    audit=True,
-)
+@operator_routes.post(f"{BUDGET_PATH}/reset", {200: one_of(Reset=limit_answers.BudgetReset)}, query=(NAMESPACE_PARAM,))
 async def reset_budget(request: Request[bytes]) -> Response:
     """Start a new period of a budget; executions that wait for it continue."""
     return variant_response(
-        await request.engine.reset_budget(_path_budget_id(request), namespace=_query_namespace(request)), name="Reset"
+        await request.engine.reset_budget(request.budget_id, namespace=request.namespace), name="Reset"
     )
 
 
-@routes.put(
-    f"{BUDGET_PATH}/limits",
-    {200: one_of(Changed=BudgetRef)},
-    body=ChangeBudgetLimitsRequest,
-    scope=ApiScope.OPERATE,
-    subject=Subject.CHECKED_BY_HANDLER,
-    audit=True,
-)
-async def change_budget_limits(request: Request[ChangeBudgetLimitsRequest]) -> Response:
+@operator_routes.put(f"{BUDGET_PATH}/limits", {200: one_of(Changed=api.BudgetRef)}, body=api.ChangeBudgetLimitsRequest)
+async def change_budget_limits(request: Request[api.ChangeBudgetLimitsRequest]) -> Response:
     """Change the limits of a budget; executions that wait continue if there is capacity."""
     body = request.body
     answer = await request.engine.change_budget_limits(
-        _path_budget_id(request),
+        request.budget_id,
         dimensions=body.dimensions,
         hard_limits=body.hard_limits,
         soft_limits=body.soft_limits,
@@ -146,33 +98,25 @@ async def change_budget_limits(request: Request[ChangeBudgetLimitsRequest]) -> R
     return variant_response(answer, name="Changed")
 
 
-@routes.post(
-    f"{BUDGET_PATH}/release",
-    {200: one_of(Released=limit_answers.BudgetReleased)},
-    body=ReleaseBudgetRequest,
-    scope=ApiScope.OPERATE,
-    subject=Subject.CHECKED_BY_HANDLER,
-    audit=True,
+@operator_routes.post(
+    f"{BUDGET_PATH}/release", {200: one_of(Released=limit_answers.BudgetReleased)}, body=api.ReleaseBudgetRequest
 )
-async def release_budget(request: Request[ReleaseBudgetRequest]) -> Response:
+async def release_budget(request: Request[api.ReleaseBudgetRequest]) -> Response:
     """Return all that an execution spent since the last reset."""
     body = request.body
     namespace = request.resolve_namespace(body.namespace)
     answer = await request.engine.release_budget(
-        _path_budget_id(request), body.execution_id, namespace=namespace, shared=False
+        request.budget_id, body.execution_id, namespace=namespace, shared=False
     )
     return variant_response(answer, name="Released")
 
 
-@routes.post(
+@operator_routes.post(
     "/v1/quotas",
-    {201: one_of(Created=QuotaRef), 200: one_of(AlreadySatisfied=QuotaRef)},
-    body=CreateQuotaPolicyRequest,
-    scope=ApiScope.OPERATE,
-    subject=Subject.CHECKED_BY_HANDLER,
-    audit=True,
+    {201: one_of(Created=api.QuotaRef), 200: one_of(AlreadySatisfied=api.QuotaRef)},
+    body=api.CreateQuotaPolicyRequest,
 )
-async def create_quota_policy(request: Request[CreateQuotaPolicyRequest]) -> Response:
+async def create_quota_policy(request: Request[api.CreateQuotaPolicyRequest]) -> Response:
     """Define a quota policy; 0 is no limit, and a second definition changes nothing."""
     answer = await request.engine.create_quota_policy(
         **request.body.to_kwargs("namespace"), namespace=request.resolve_namespace(request.body.namespace)
@@ -182,11 +126,9 @@ async def create_quota_policy(request: Request[CreateQuotaPolicyRequest]) -> Res
     return variant_response(answer, 200, "AlreadySatisfied")
 
 
-@routes.get(
-    "/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,)
-)
-async def read_quota_policy_limits(request: Request[None]) -> Response:
+@routes.get("/v1/quotas/{id}", {200: limit_answers.QuotaLimits}, query=(NAMESPACE_PARAM,))
+async def read_quota_policy_limits(request: Request[None]) -> limit_answers.QuotaLimits:
     """Return the limits of a quota policy."""
     policy = path_uuid("quota_policy_id", request.path_params[0])
-    limits = await request.engine.read_quota_policy_limits(policy, namespace=_query_namespace(request))
-    return json_response(require_found(limits, "not found: quota_policy"))
+    limits = await request.engine.read_quota_policy_limits(policy, namespace=request.namespace)
+    return require_found(limits, "not found: quota_policy")

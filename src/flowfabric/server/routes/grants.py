@@ -7,9 +7,9 @@ from typing import Any
 from flowfabric import errors, ids
 from flowfabric.api.claims import ClaimGrantRequest, ClaimGrantResponse, ReclaimGrantRequest, ReclaimGrantResponse
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Request, json_response
+from flowfabric.server.request import Request
 from flowfabric.server.routing import Response, RouteGroup, Subject
 
 routes = RouteGroup("claims")
@@ -51,7 +51,7 @@ def check_grant_ttl(ttl_ms: int) -> None:
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def claim_for_worker(request: Request[ClaimGrantRequest]) -> Response:
+async def claim_for_worker(request: Request[ClaimGrantRequest]) -> ClaimGrantResponse | Response:
     """Issue a grant for the best execution of the lane that this worker may run; 204 if there is none."""
     worker_id, body = request.path_params[0], request.body
     check_worker_names(worker_id, body.worker_instance_id, body.lane_id)
@@ -61,9 +61,7 @@ async def claim_for_worker(request: Request[ClaimGrantRequest]) -> Response:
     if grant is None:
         return Response(204)
     kind = "reclaim" if isinstance(grant, answers.ReclaimGrant) else "resume" if grant.resumes else "claim"
-    return json_response(
-        ClaimGrantResponse(grant.execution_id, grant.partition_key, grant.grant_key, grant.expires_at_ms, kind)
-    )
+    return ClaimGrantResponse(grant.execution_id, grant.partition_key, grant.grant_key, grant.expires_at_ms, kind)
 
 
 @routes.post(
@@ -73,13 +71,13 @@ async def claim_for_worker(request: Request[ClaimGrantRequest]) -> Response:
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def issue_reclaim_grant(request: Request[ReclaimGrantRequest]) -> Response:
+async def issue_reclaim_grant(request: Request[ReclaimGrantRequest]) -> ReclaimGrantResponse:
     """Issue a grant for an execution whose lease was lost; a refusal is a status in the response."""
     execution_id, body = request.execution_id, request.body
     check_worker_names(body.worker_id, body.worker_instance_id, body.lane_id)
     check_grant_ttl(body.grant_ttl_ms)
     answer = await request.engine.issue_reclaim_grant(execution_id, **body.to_kwargs())
-    return json_response(reclaim_response(execution_id, answer))
+    return reclaim_response(execution_id, answer)
 
 
 def reclaim_response(execution_id: str, answer: Any) -> ReclaimGrantResponse:

@@ -9,36 +9,21 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from flowfabric import errors
+from flowfabric.api import leases as api
 from flowfabric.api.encoding import (
     BULK_LIMIT,
     WORK_LIMIT,
     decode_octets,
 )
 from flowfabric.api.executions import SetTagsResponse
-from flowfabric.api.leases import (
-    BatchResponse,
-    CancelChildrenRequest,
-    CompleteRequest,
-    CreateWaitpointRequest,
-    CreateWaitpointResponse,
-    DelayRequest,
-    FailRequest,
-    HandleOnlyRequest,
-    HolderCancelRequest,
-    HolderSetTagsRequest,
-    IssuedWaitpoint,
-    RenewLeasesRequest,
-    ReportProgressRequest,
-    SuspendRequest,
-    SuspendResponse,
-)
 from flowfabric.api.signals import ObservedSignalItem, ObservedSignalsResponse
 from flowfabric.api.streams import AppendFramesRequest, FrameSpec
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
 from flowfabric.engine.types import BestEffort, FreshWaitpoint, ResumePolicy, SuspendArgs, UsePendingWaitpoint
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.failure import encode_stored
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server.errors import bad_request, error_entry
 from flowfabric.server.request import Request, as_variant, json_response, variant_response
 from flowfabric.server.routing import H, Response, RouteGroup, Subject, one_of
@@ -48,13 +33,13 @@ routes = RouteGroup("work")
 
 @routes.post(
     "/v1/leases/renew",
-    {200: BatchResponse},
-    body=RenewLeasesRequest,
+    {200: api.BatchResponse},
+    body=api.RenewLeasesRequest,
     limit=WORK_LIMIT,
     scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def renew(request: Request[RenewLeasesRequest]) -> Response:
+async def renew(request: Request[api.RenewLeasesRequest]) -> Response:
     """Renew many leases in one round trip; each gets its own result or error."""
     handles: list[Handle | errors.FabricError] = []
     for item in await request.app.handle_signer.verify_all(request.body.handles):
@@ -91,60 +76,62 @@ def lease_route(
     )
 
 
-@lease_route("progress", one_of(answers.ProgressNoted), ReportProgressRequest)
-async def progress(request: Request[ReportProgressRequest]) -> Response:
+@lease_route("progress", one_of(answers.ProgressNoted), api.ReportProgressRequest)
+async def progress(request: Request[api.ReportProgressRequest]) -> answers.ProgressNoted:
     """Report progress."""
-    return variant_response(
-        await request.engine.progress(request.handle, pct=request.body.pct, message=request.body.message)
+    return await request.engine.progress(
+        request.handle, pct=request.body.pct, message=request.body.message, counts=request.body.counts
     )
 
 
-@lease_route("complete", one_of(answers.Completed), CompleteRequest, BULK_LIMIT)
-async def complete(request: Request[CompleteRequest]) -> Response:
+@lease_route("complete", one_of(answers.Completed), api.CompleteRequest, BULK_LIMIT)
+async def complete(request: Request[api.CompleteRequest]) -> answers.Completed:
     """Complete the execution; a repeated call after a lost response succeeds."""
     body = request.body
     result = decode_octets("result", body.result, body.result_b64)
     answer = await request.engine.complete(request.handle, result=result, encoding=body.encoding)
     request.trace_attempt_end("ok")
-    return variant_response(answer)
+    return answer
 
 
-@lease_route("fail", one_of(answers.RetryScheduled, answers.TerminalFailed), FailRequest)
-async def fail(request: Request[FailRequest]) -> Response:
+@lease_route("fail", one_of(answers.RetryScheduled, answers.TerminalFailed), api.FailRequest)
+async def fail(request: Request[api.FailRequest]) -> answers.RetryScheduled | answers.TerminalFailed:
     """Fail the attempt; the retry policy decides whether another one follows."""
     body = request.body
     answer = await request.engine.fail(
-        request.handle, reason=body.reason, category=body.category, retry_policy=body.retry_policy
+        request.handle,
+        reason=body.reason,
+        category=body.category,
+        failure=None if body.error is None else encode_stored(body.error),
+        retry_policy=body.retry_policy,
     )
     request.trace_attempt_end("retry" if isinstance(answer, answers.RetryScheduled) else "error")
-    return variant_response(answer)
+    return answer
 
 
-@lease_route("cancel", one_of(answers.Cancelled), HolderCancelRequest, audit=True)
-async def cancel(request: Request[HolderCancelRequest]) -> Response:
+@lease_route("cancel", one_of(answers.Cancelled), api.HolderCancelRequest, audit=True)
+async def cancel(request: Request[api.HolderCancelRequest]) -> answers.Cancelled:
     """Cancel as the holder of the lease, or of the last one while its attempt is open."""
     answer = await request.engine.cancel_as_holder(request.handle, reason=request.body.reason)
     request.trace_attempt_end("cancelled")
-    return variant_response(answer)
+    return answer
 
 
-@lease_route("tags", SetTagsResponse, HolderSetTagsRequest)
-async def set_tags(request: Request[HolderSetTagsRequest]) -> Response:
+@lease_route("tags", SetTagsResponse, api.HolderSetTagsRequest)
+async def set_tags(request: Request[api.HolderSetTagsRequest]) -> SetTagsResponse:
     """Set tags of the held execution, all or none; the holder may set those that begin with `ff.`."""
-    return json_response(SetTagsResponse(await request.engine.set_tags(request.handle, request.body.tags)))
+    return SetTagsResponse(await request.engine.set_tags(request.handle, request.body.tags))
 
 
-@lease_route("cancel-children", one_of(answers.ChildrenCancelled), CancelChildrenRequest)
-async def cancel_children(request: Request[CancelChildrenRequest]) -> Response:
+@lease_route("cancel-children", one_of(answers.ChildrenCancelled), api.CancelChildrenRequest)
+async def cancel_children(request: Request[api.CancelChildrenRequest]) -> answers.ChildrenCancelled:
     """Cancel children of the held execution; executions that are no children are reported as not found."""
     body = request.body
-    return variant_response(
-        await request.engine.cancel_children(request.handle, body.execution_ids, reason=body.reason)
-    )
+    return await request.engine.cancel_children(request.handle, body.execution_ids, reason=body.reason)
 
 
-@lease_route("delay", one_of(answers.Delayed), DelayRequest)
-async def delay(request: Request[DelayRequest]) -> Response:
+@lease_route("delay", one_of(answers.Delayed), api.DelayRequest)
+async def delay(request: Request[api.DelayRequest]) -> answers.Delayed:
     """Release the work for a while; the same attempt continues afterwards."""
     body = request.body
     if (body.delay_until is None) == (body.delay_ms is None):
@@ -154,19 +141,19 @@ async def delay(request: Request[DelayRequest]) -> Response:
     else:
         answer = await request.engine.delay(request.handle, delay_until=body.delay_until)
     request.trace_attempt_end("delayed")
-    return variant_response(answer)
+    return answer
 
 
-@lease_route("wait-children", one_of(answers.Moved), HandleOnlyRequest)
-async def wait_children(request: Request[HandleOnlyRequest]) -> Response:
+@lease_route("wait-children", one_of(answers.Moved), api.HandleOnlyRequest)
+async def wait_children(request: Request[api.HandleOnlyRequest]) -> answers.Moved:
     """Release the work until its dependencies are resolved."""
     answer = await request.engine.wait_children(request.handle)
     request.trace_attempt_end("waiting")
-    return variant_response(answer)
+    return answer
 
 
-@lease_route("suspend", one_of(Suspended=SuspendResponse, AlreadySatisfied=SuspendResponse), SuspendRequest)
-async def suspend(request: Request[SuspendRequest]) -> Response:
+@lease_route("suspend", one_of(Suspended=api.SuspendResponse, AlreadySatisfied=api.SuspendResponse), api.SuspendRequest)
+async def suspend(request: Request[api.SuspendRequest]) -> Response:
     """Release the lease and wait for the condition; buffered signals may have met it already."""
     body = request.body
     now = body.now if body.now is not None else await request.engine.ping()
@@ -202,7 +189,7 @@ async def suspend(request: Request[SuspendRequest]) -> Response:
 
 
 def _to_binding(
-    request: Request[SuspendRequest], binding: dict[str, dict[str, str]]
+    request: Request[api.SuspendRequest], binding: dict[str, dict[str, str]]
 ) -> FreshWaitpoint | UsePendingWaitpoint:
     match binding:
         case {"Fresh": fields}:
@@ -214,13 +201,13 @@ def _to_binding(
             raise bad_request("waitpoints: neither Fresh nor UsePending")
 
 
-def _suspend_response(details: SuspendDetails, handle: str | UnsetType) -> SuspendResponse:
-    first = IssuedWaitpoint(details.waitpoint_id, details.waitpoint_key, details.waitpoint_token.reveal())
+def _suspend_response(details: SuspendDetails, handle: str | UnsetType) -> api.SuspendResponse:
+    first = api.IssuedWaitpoint(details.waitpoint_id, details.waitpoint_key, details.waitpoint_token.reveal())
     rest = [
-        IssuedWaitpoint(item.waitpoint_id, item.waitpoint_key, item.waitpoint_token.reveal())
+        api.IssuedWaitpoint(item.waitpoint_id, item.waitpoint_key, item.waitpoint_token.reveal())
         for item in details.additional_waitpoints
     ]
-    return SuspendResponse(details.suspension_id, [first, *rest], handle)
+    return api.SuspendResponse(details.suspension_id, [first, *rest], handle)
 
 
 def _snake(name: str) -> str:
@@ -228,24 +215,22 @@ def _snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
-@lease_route("waitpoints", CreateWaitpointResponse, CreateWaitpointRequest)
-async def create_waitpoint(request: Request[CreateWaitpointRequest]) -> Response:
+@lease_route("waitpoints", api.CreateWaitpointResponse, api.CreateWaitpointRequest)
+async def create_waitpoint(request: Request[api.CreateWaitpointRequest]) -> Response:
     """Create a waitpoint before the suspension that uses it."""
     created = await request.engine.create_waitpoint(
         request.handle, request.body.waitpoint_key, request.body.expires_in_ms
     )
     return json_response(
-        CreateWaitpointResponse(created.waitpoint_id, created.token.reveal()), 200, ("cache-control", "no-store")
+        api.CreateWaitpointResponse(created.waitpoint_id, created.token.reveal()), 200, ("cache-control", "no-store")
     )
 
 
-@lease_route("signals", ObservedSignalsResponse, HandleOnlyRequest)
-async def observe_signals(request: Request[HandleOnlyRequest]) -> Response:
+@lease_route("signals", ObservedSignalsResponse, api.HandleOnlyRequest)
+async def observe_signals(request: Request[api.HandleOnlyRequest]) -> ObservedSignalsResponse:
     """Return the signals that resumed this attempt, in the order of acceptance."""
-    return json_response(
-        ObservedSignalsResponse(
-            [observed_signal_item(item) for item in await request.engine.observe_signals(request.handle)]
-        )
+    return ObservedSignalsResponse(
+        [observed_signal_item(item) for item in await request.engine.observe_signals(request.handle)]
     )
 
 
@@ -263,11 +248,11 @@ def observed_signal_item(signal: Any) -> ObservedSignalItem:
     )
 
 
-@lease_route("frames", BatchResponse, AppendFramesRequest)
+@lease_route("frames", api.BatchResponse, AppendFramesRequest)
 async def append_frames(request: Request[AppendFramesRequest]) -> Response:
     """Append frames to the output of the attempt, in order; each gets its own result or error."""
     handle = request.handle
-    # Handed in together, in order, they are written together.
+    # Appends that are added together, in order, are written together.
     appended = await asyncio.gather(*(_appended(request, handle, frame) for frame in request.body.frames))
     return json_response({"results": appended})
 

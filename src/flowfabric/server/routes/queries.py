@@ -1,4 +1,4 @@
-"""Routes for queries: search, history, explanations, outcomes, lists."""
+"""Routes for queries: one execution, its history and outcome, and lists."""
 
 from __future__ import annotations
 
@@ -6,157 +6,98 @@ import msgspec
 from msgspec import UNSET
 
 from flowfabric import ids
+from flowfabric.api import executions as api
 from flowfabric.api.encoding import MAX_WAIT_MS, variant_name
-from flowfabric.api.executions import (
-    ExecutionOutcomeResponse,
-    ExplanationResponse,
-    ReadProgressResponse,
-    ReadResultsRequest,
-    ReadResultsResponse,
-)
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.operations.pages import (
     ExecutionOutcome,
     HistoryEntry,
-    IdMatches,
     LanePage,
-    SnapshotPage,
     SuspendedPage,
 )
-from flowfabric.engine.operations.reads import MAX_MATCHES
 from flowfabric.engine.types import ExecutionSnapshot
 from flowfabric.model.answers.execution import AttemptView
-from flowfabric.model.api_token import ApiScope
-from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Request, json_response, require_found
-from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, QueryParam, Response, RouteGroup, Subject
+from flowfabric.model.scheduling.lane import LaneSpread
+from flowfabric.model.security.api_token import ApiScope
+from flowfabric.server.request import Request, require_found
+from flowfabric.server.routing import (
+    PAGE_PARAMS,
+    PARTITION_PARAM,
+    WAIT_MS_PARAM,
+    QueryParam,
+    Response,
+    RouteGroup,
+    Subject,
+)
 
 routes = RouteGroup("lookups")
 
 EXECUTION_PATH = "/v1/executions/{id}"
 STRING_SCHEMA = {"type": "string"}
-MAX_RESULT_BYTES = 8 * 1024 * 1024  # of one response; a larger single result is sent alone
+MAX_RESULT_BYTES = 8 * 1024 * 1024  # limit of one response; a larger single result is sent alone
 RESULTS_BATCH = 20
 
 
-@routes.get(
-    "/v1/executions/search",
-    {200: SnapshotPage},
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(
-        QueryParam("namespace", STRING_SCHEMA),
-        QueryParam("lane", STRING_SCHEMA),
-        QueryParam("state", STRING_SCHEMA),
-        QueryParam("flow_id", STRING_SCHEMA),
-        QueryParam("tag", {"type": "string", "description": "key=value"}),
-        QueryParam("created_from", {"type": "integer"}),
-        QueryParam("created_before", {"type": "integer"}),
-        CURSOR_PARAM,
-        LIMIT_PARAM,
-    ),
-)
-async def search_executions(request: Request[None]) -> Response:
-    """Return executions of all partitions that match every filter, by id."""
-    namespace = request.query_param("namespace")
-    if request.principal.namespaces is not None:
-        if namespace is None:
-            raise bad_request("namespace: needed by a token that is bound to namespaces")
-        request.require_namespace(namespace)
-    tag = request.query_param("tag")
-    if tag is not None and "=" not in tag:
-        raise bad_request("tag: not key=value")
-    key, _, value = (tag or "").partition("=")
-    page = await request.engine.search_executions(
-        namespace=namespace,
-        lane_id=request.query_param("lane"),
-        public_state=request.query_param("state"),
-        flow_id=request.query_param("flow_id"),
-        tag=None if tag is None else (key, value),
-        created_from=request.int_param("created_from") if request.query_param("created_from") else None,
-        created_before=request.int_param("created_before") if request.query_param("created_before") else None,
-        cursor=request.query_param("cursor") or None,
-        limit=request.int_param("limit", 50),
-    )
-    return json_response(page)
-
-
-@routes.get(
-    "/v1/executions/ids",
-    {200: IdMatches},
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(
-        QueryParam(
-            "prefix", {"type": "string", "description": "the beginning of an id; its partition may be left out"}
-        ),
-        QueryParam("limit", {"type": "integer", "minimum": 1, "maximum": MAX_MATCHES}),
-    ),
-)
-async def find_executions(request: Request[None]) -> Response:
-    """Return executions whose id begins with a prefix, within the namespaces of the token."""
-    namespaces = request.principal.namespaces
-    return json_response(
-        await request.engine.find_executions(
-            request.query_param("prefix") or "",
-            namespaces=None if namespaces is None else sorted(namespaces),
-            limit=request.int_param("limit", 10),
-        )
-    )
-
-
 @routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)
-async def describe_execution(request: Request[None]) -> Response:
+async def describe_execution(request: Request[None]) -> ExecutionSnapshot:
     """Return an execution with its lease, its waitpoint and its tags."""
     execution_id = request.execution_id
-    return json_response(
-        require_found(await request.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
-    )
+    return require_found(await request.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
 
 
 @routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]}, subject=Subject.EXECUTION)
-async def attempt_history(request: Request[None]) -> Response:
+async def attempt_history(request: Request[None]) -> list[AttemptView]:
     """Return every attempt by index, the running one included."""
-    return json_response(await request.engine.attempt_history(request.execution_id))
+    return await request.engine.attempt_history(request.execution_id)
 
 
 @routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]}, subject=Subject.EXECUTION)
-async def lease_history(request: Request[None]) -> Response:
+async def lease_history(request: Request[None]) -> list[HistoryEntry]:
     """Return the lease events of an execution, oldest first."""
-    return json_response(await request.engine.lease_history(request.execution_id))
+    return await request.engine.lease_history(request.execution_id)
 
 
-@routes.get(f"{EXECUTION_PATH}/progress", {200: ReadProgressResponse}, subject=Subject.EXECUTION)
-async def read_progress(request: Request[None]) -> Response:
+@routes.get(f"{EXECUTION_PATH}/input", {200: api.ExecutionInputResponse}, subject=Subject.EXECUTION)
+async def read_input(request: Request[None]) -> api.ExecutionInputResponse:
+    """Return the input of an execution, its kind and its policy."""
+    found = await request.engine.read_input(request.execution_id)
+    return api.ExecutionInputResponse(
+        found.execution_kind, found.payload, found.encoding, found.creator_identity, found.policy
+    )
+
+
+@routes.get(f"{EXECUTION_PATH}/progress", {200: api.ReadProgressResponse}, subject=Subject.EXECUTION)
+async def read_progress(request: Request[None]) -> api.ReadProgressResponse:
     """Return the last reported progress."""
-    return json_response(ReadProgressResponse(*await request.engine.read_progress(request.execution_id)))
+    return api.ReadProgressResponse(*await request.engine.read_progress(request.execution_id))
 
 
-@routes.get(f"{EXECUTION_PATH}/explain", {200: ExplanationResponse}, subject=Subject.EXECUTION)
-async def explain(request: Request[None]) -> Response:
+@routes.get(f"{EXECUTION_PATH}/explain", {200: api.ExplanationResponse}, subject=Subject.EXECUTION)
+async def explain(request: Request[None]) -> api.ExplanationResponse:
     """Explain why an execution is not running."""
     explanation = await request.engine.explain(request.execution_id)
     facts = msgspec.to_builtins(explanation.obstacle)
-    return json_response(
-        ExplanationResponse(
-            explanation.execution_id,
-            explanation.public_state.value,
-            variant_name(type(explanation.obstacle)),
-            facts,
-            explanation.sentence,
-        )
+    return api.ExplanationResponse(
+        explanation.execution_id,
+        explanation.public_state.value,
+        variant_name(type(explanation.obstacle)),
+        facts,
+        explanation.sentence,
+        explanation.parts,
     )
 
 
 @routes.get(
     f"{EXECUTION_PATH}/end",
-    {200: ExecutionOutcomeResponse, 204: None},
+    {200: api.ExecutionOutcomeResponse, 204: None},
     subject=Subject.EXECUTION,
     query=(
-        QueryParam("wait_ms", {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_MS}),
+        WAIT_MS_PARAM,
         QueryParam("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),
     ),
     long=True,
 )
-async def await_end(request: Request[None]) -> Response:
+async def await_end(request: Request[None]) -> api.ExecutionOutcomeResponse | Response:
     """Wait up to `wait_ms` for the outcome; include the result with `result=true`; 204 if it has not ended."""
     wait_ms = min(request.int_param("wait_ms", 0), MAX_WAIT_MS)
     execution_id = request.execution_id
@@ -168,12 +109,12 @@ async def await_end(request: Request[None]) -> Response:
     ended = ended or await request.engine.await_end(execution_id)
     if ended is None:
         return Response(204)
-    return json_response(outcome_response(ended, with_result=request.query_param("result") in ("true", "1")))
+    return outcome_response(ended, with_result=request.query_param("result") in ("true", "1"))
 
 
-def outcome_response(ended: ExecutionOutcome, *, with_result: bool) -> ExecutionOutcomeResponse:
+def outcome_response(ended: ExecutionOutcome, *, with_result: bool) -> api.ExecutionOutcomeResponse:
     """Return the response for an outcome."""
-    return ExecutionOutcomeResponse(
+    return api.ExecutionOutcomeResponse(
         ended.execution_id,
         ended.outcome.value,
         ended.result is not None,
@@ -181,17 +122,18 @@ def outcome_response(ended: ExecutionOutcome, *, with_result: bool) -> Execution
         ended.reason,
         ended.result if with_result else UNSET,
         ended.namespace,
+        ended.failure,
     )
 
 
 @routes.post(
     "/v1/executions/results",
-    {200: ReadResultsResponse},
-    body=ReadResultsRequest,
+    {200: api.ReadResultsResponse},
+    body=api.ReadResultsRequest,
     scope=ApiScope.READ,
     subject=Subject.CHECKED_BY_HANDLER,
 )
-async def read_results(request: Request[ReadResultsRequest]) -> Response:
+async def read_results(request: Request[api.ReadResultsRequest]) -> api.ReadResultsResponse:
     """Return the results of many executions, as many as fit into one response, and the ids of the rest."""
     remaining: list[str] = list(dict.fromkeys(map(ids.parse_execution_id, request.body.execution_ids)))
     for execution_id in remaining:
@@ -206,40 +148,30 @@ async def read_results(request: Request[ReadResultsRequest]) -> Response:
                 break
             results[execution_id] = result
             remaining.remove(execution_id)
-    return json_response(ReadResultsResponse(results, remaining))
+    return api.ReadResultsResponse(results, remaining)
 
 
-@routes.get("/v1/lanes", {200: LanePage}, query=(CURSOR_PARAM, LIMIT_PARAM))
-async def list_lanes(request: Request[None]) -> Response:
+@routes.get("/v1/lanes", {200: LanePage}, query=PAGE_PARAMS)
+async def list_lanes(request: Request[None]) -> LanePage:
     """List the lanes that ever had an execution."""
-    return json_response(
-        await request.engine.list_lanes(
-            cursor=request.query_param("cursor") or None, limit=request.int_param("limit", 50)
-        )
-    )
+    return await request.engine.list_lanes(cursor=request.cursor, limit=request.int_param("limit", 50))
 
 
-@routes.get(
-    "/v1/suspended",
-    {200: SuspendedPage},
-    query=(
-        QueryParam("partition", {"type": "integer", "minimum": 0, "maximum": 65_535}, required=True),
-        CURSOR_PARAM,
-        LIMIT_PARAM,
-    ),
-)
-async def list_suspended(request: Request[None]) -> Response:
+@routes.get("/v1/lanes/{lane}", {200: LaneSpread})
+async def read_lane(request: Request[None]) -> LaneSpread:
+    """Return the spread of a lane, and the one that follows if a change is not yet in effect."""
+    return await request.engine.read_lane(request.path_params[0])
+
+
+@routes.get("/v1/suspended", {200: SuspendedPage}, query=(PARTITION_PARAM, *PAGE_PARAMS))
+async def list_suspended(request: Request[None]) -> SuspendedPage:
     """List the suspended executions of a partition, earliest timeout first."""
-    return json_response(
-        await request.engine.list_suspended(
-            request.int_param("partition"),
-            cursor=request.query_param("cursor") or None,
-            limit=request.int_param("limit", 50),
-        )
+    return await request.engine.list_suspended(
+        request.int_param("partition"), cursor=request.cursor, limit=request.int_param("limit", 50)
     )
 
 
 @routes.get("/v1/capabilities", {200: Capabilities}, subject=Subject.CHECKED_BY_HANDLER)
-async def capabilities(request: Request[None]) -> Response:
+async def capabilities(request: Request[None]) -> Capabilities:
     """List the operations of the engine."""
-    return json_response(request.engine.capabilities())
+    return request.engine.capabilities()

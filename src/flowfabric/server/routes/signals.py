@@ -1,39 +1,48 @@
-"""Routes for waitpoints, signals and messages."""
+"""Routes for waitpoints, signals, messages and facts."""
 
 from __future__ import annotations
 
 from msgspec import UNSET
 
-from flowfabric.api.encoding import decode_octets
-from flowfabric.api.signals import (
-    DEDUP_TTL_MS,
-    MAX_SIGNALS,
-    SIGNAL_LOG_LENGTH,
-    DeliverSignalRequest,
-    SendMessageRequest,
-    WaitpointEntry,
-    WaitpointTokenResponse,
-)
+from flowfabric.api import signals as api
+from flowfabric.api.durable import ListFactsResponse
+from flowfabric.api.encoding import MAX_WAIT_MS, decode_octets
+from flowfabric.engine.durable.approvals import ApprovalPage
+from flowfabric.engine.durable.facts import FactReading
 from flowfabric.engine.types import Accepted, DuplicateDelivery, MessageArgs, SignalArgs, WaitpointRecord
-from flowfabric.model.api_token import ApiScope
+from flowfabric.model.gate import Reply
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server.errors import Problem
-from flowfabric.server.request import Request, check_same_id, json_response, path_uuid, require_found, variant_response
-from flowfabric.server.routing import LIMIT_PARAM, SIGNAL_LIMIT, QueryParam, Response, RouteGroup, Subject, one_of
+from flowfabric.server.request import Request, check_same_id, json_response, path_uuid, require_found
+from flowfabric.server.routing import (
+    LIMIT_PARAM,
+    NAMESPACE_PARAM,
+    PAGE_PARAMS,
+    SIGNAL_LIMIT,
+    WAIT_MS_PARAM,
+    QueryParam,
+    Response,
+    RouteGroup,
+    Subject,
+    one_of,
+)
 
 routes = RouteGroup("signals")
+submitter_routes = routes.with_defaults(scope=ApiScope.SUBMIT, subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
+ASKED_BY_PARAM = QueryParam("execution_id", {"type": "string"})
 NO_STORE = ("cache-control", "no-store")
 TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
 @routes.get(
     f"{EXECUTION_PATH}/pending-waitpoints",
-    {200: list[WaitpointEntry]},
+    {200: list[api.WaitpointEntry]},
     subject=Subject.EXECUTION,
     query=(QueryParam("after", {"type": "string", "format": "uuid"}), LIMIT_PARAM),
 )
-async def list_pending_waitpoints(request: Request[None]) -> Response:
+async def list_pending_waitpoints(request: Request[None]) -> list[api.WaitpointEntry]:
     """List the open waitpoints of an execution by id, up to 1000 a page."""
     after = request.query_param("after")
     page = await request.engine.list_pending_waitpoints(
@@ -41,8 +50,8 @@ async def list_pending_waitpoints(request: Request[None]) -> Response:
         after=None if not after else path_uuid("after", after, ""),
         limit=request.int_param("limit", 1000),
     )
-    entries = [
-        WaitpointEntry(
+    return [
+        api.WaitpointEntry(
             waitpoint_id=entry.waitpoint_id,
             waitpoint_key=entry.waitpoint_key,
             execution_id=entry.execution_id,
@@ -56,21 +65,38 @@ async def list_pending_waitpoints(request: Request[None]) -> Response:
         )
         for entry in page.entries
     ]
-    return json_response(entries)
+
+
+@routes.get(
+    "/v1/approvals",
+    {200: ApprovalPage},
+    subject=Subject.CHECKED_BY_HANDLER,
+    query=(ASKED_BY_PARAM, NAMESPACE_PARAM, *PAGE_PARAMS),
+)
+async def list_approvals(request: Request[None]) -> ApprovalPage:
+    """List what executions, or one of them, ask people, within the token's namespaces; the first to time out first."""
+    namespace, namespaces = request.visible_namespaces()
+    return await request.engine.list_approvals(
+        execution_id=request.query_param("execution_id") or None,
+        namespace=namespace,
+        namespaces=namespaces,
+        cursor=request.cursor,
+        limit=request.int_param("limit", 50),
+    )
 
 
 @routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
-async def describe_waitpoint(request: Request[None]) -> Response:
+async def describe_waitpoint(request: Request[None]) -> WaitpointRecord:
     """Return a waitpoint of an execution, open or closed, and how many signals it has; not its token."""
     record = await request.engine.describe_waitpoint(
         request.execution_id, path_uuid("waitpoint_id", request.path_params[1], "")
     )
-    return json_response(require_found(record, "not found: waitpoint"))
+    return require_found(record, "not found: waitpoint")
 
 
 @routes.get(
     f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}/token",
-    {200: WaitpointTokenResponse},
+    {200: api.WaitpointTokenResponse},
     scope=ApiScope.OPERATE,
     subject=Subject.EXECUTION,
     audit=True,
@@ -81,28 +107,26 @@ async def read_waitpoint_token(request: Request[None]) -> Response:
     token = await request.engine.read_token_of(execution_id, waitpoint_id)
     if token is None:
         return json_response(Problem(TOKEN_NOT_FOUND), 404, NO_STORE)
-    return json_response(WaitpointTokenResponse(token.reveal()), 200, NO_STORE)
+    return json_response(api.WaitpointTokenResponse(token.reveal()), 200, NO_STORE)
 
 
-@routes.post(
+@submitter_routes.post(
     f"{EXECUTION_PATH}/signal",
     {200: one_of(Accepted, DuplicateDelivery)},
-    body=DeliverSignalRequest,
+    body=api.DeliverSignalRequest,
     limit=SIGNAL_LIMIT,
-    scope=ApiScope.SUBMIT,
-    subject=Subject.EXECUTION,
 )
-async def deliver_signal(request: Request[DeliverSignalRequest]) -> Response:
+async def deliver_signal(request: Request[api.DeliverSignalRequest]) -> Accepted | DuplicateDelivery:
     """Deliver a signal to a waitpoint; its token is required."""
     execution_id, body = request.execution_id, request.body
     check_same_id("execution_id", execution_id, body.execution_id)
-    answer = await request.engine.deliver_signal(
+    return await request.engine.deliver_signal(
         SignalArgs(
             signal_id=body.signal_id or request.engine.minter.uuid(),
             payload=decode_octets("payload", body.payload, body.payload_b64),
-            dedup_ttl_ms=_value_or(body.dedup_ttl_ms, DEDUP_TTL_MS),
-            max_signals_per_execution=_value_or(body.max_signals_per_execution, MAX_SIGNALS),
-            signal_maxlen=_value_or(body.signal_maxlen, SIGNAL_LOG_LENGTH),
+            dedup_ttl_ms=_value_or(body.dedup_ttl_ms, api.DEDUP_TTL_MS),
+            max_signals_per_execution=_value_or(body.max_signals_per_execution, api.MAX_SIGNALS),
+            signal_maxlen=_value_or(body.signal_maxlen, api.SIGNAL_LOG_LENGTH),
             **body.to_kwargs(
                 "signal_id",
                 "payload",
@@ -113,7 +137,6 @@ async def deliver_signal(request: Request[DeliverSignalRequest]) -> Response:
             ),
         )
     )
-    return variant_response(answer)
 
 
 def _value_or(value: int | None, default: int) -> int:
@@ -121,18 +144,16 @@ def _value_or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-@routes.post(
+@submitter_routes.post(
     f"{EXECUTION_PATH}/messages",
     {200: one_of(Accepted, DuplicateDelivery)},
-    body=SendMessageRequest,
+    body=api.SendMessageRequest,
     limit=SIGNAL_LIMIT,
-    scope=ApiScope.SUBMIT,
-    subject=Subject.EXECUTION,
 )
-async def send_message(request: Request[SendMessageRequest]) -> Response:
+async def send_message(request: Request[api.SendMessageRequest]) -> Accepted | DuplicateDelivery:
     """Send a message to an execution; messages are kept in order until they are received."""
     body = request.body
-    answer = await request.engine.send_message(
+    return await request.engine.send_message(
         MessageArgs(
             execution_id=request.execution_id,
             message_id=body.message_id or request.engine.minter.uuid(),
@@ -140,4 +161,61 @@ async def send_message(request: Request[SendMessageRequest]) -> Response:
             **body.to_kwargs("message_id", "payload", "payload_b64"),
         )
     )
-    return variant_response(answer)
+
+
+@submitter_routes.post(f"{EXECUTION_PATH}/asks", {200: Reply}, body=api.AskRequest, limit=SIGNAL_LIMIT, long=True)
+async def ask(request: Request[api.AskRequest]) -> Reply:
+    """Send a message that wants a reply, and wait for it up to `wait_ms`; the same question is not sent twice."""
+    body = request.body
+    args = MessageArgs(
+        execution_id=request.execution_id,
+        message_id=body.message_id or request.engine.minter.uuid(),
+        payload=decode_octets("payload", body.payload, body.payload_b64),
+        **body.to_kwargs("message_id", "payload", "payload_b64", "wait_ms"),
+    )
+    asked = await request.engine.ask(args)
+    wait_ms = min(body.wait_ms, MAX_WAIT_MS)
+    if wait_ms:
+        reading = request.engine.read_reply(request.execution_id, asked.message_id, max_wait_ms=wait_ms)
+        asked = await request.wait_while_connected(reading) or asked
+    return asked
+
+
+@routes.get(
+    f"{EXECUTION_PATH}/asks/{{message_id}}",
+    {200: Reply},
+    subject=Subject.EXECUTION,
+    query=(WAIT_MS_PARAM,),
+    long=True,
+)
+async def read_reply(request: Request[None]) -> Reply:
+    """Return the reply to a message that wants one; wait up to `wait_ms` while it is open."""
+    execution_id, message_id = request.execution_id, path_uuid("message_id", request.path_params[1], "")
+    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
+        reading = request.engine.read_reply(execution_id, message_id, max_wait_ms=wait_ms)
+        if (found := await request.wait_while_connected(reading)) is not None:
+            return found
+    return await request.engine.read_reply(execution_id, message_id)
+
+
+@routes.get(f"{EXECUTION_PATH}/facts", {200: ListFactsResponse}, subject=Subject.EXECUTION)
+async def list_facts(request: Request[None]) -> ListFactsResponse:
+    """Return the facts of an execution by name; values are base64."""
+    return ListFactsResponse(await request.engine.list_facts(request.execution_id))
+
+
+@routes.get(
+    f"{EXECUTION_PATH}/facts/{{name}}",
+    {200: FactReading},
+    subject=Subject.EXECUTION,
+    query=(QueryParam("after", {"type": "integer", "minimum": 0}), WAIT_MS_PARAM),
+    long=True,
+)
+async def read_fact(request: Request[None]) -> FactReading:
+    """Return a fact whose number is greater than `after`; wait for it up to `wait_ms`, or until the run ends."""
+    execution_id, name, after = request.execution_id, request.path_params[1], request.int_param("after", 0)
+    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
+        reading = request.engine.read_fact(execution_id, name, after=after, max_wait_ms=wait_ms)
+        if (found := await request.wait_while_connected(reading)) is not None:
+            return found
+    return await request.engine.read_fact(execution_id, name, after=after)

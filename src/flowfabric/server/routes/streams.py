@@ -14,7 +14,7 @@ from flowfabric.server.errors import bad_request
 from flowfabric.server.request import Request, encode, json_response, require_found
 from flowfabric.server.routing import EVENT_STREAM, QueryParam, Response, RouteGroup, StreamingResponse, Subject
 
-routes = RouteGroup("streams")
+routes = RouteGroup("streams", subject=Subject.EXECUTION)
 
 STREAM_PATH = "/v1/executions/{id}/attempts/{idx}/stream"
 PAGE_SIZE = 500
@@ -60,7 +60,6 @@ def _page(page: StreamPage) -> Response:
 @routes.get(
     STREAM_PATH,
     {200: ReadStreamResponse},
-    subject=Subject.EXECUTION,
     query=(QueryParam("from", {"type": "string"}), QueryParam("to", {"type": "string"}), _LIMIT),
 )
 async def read_stream(request: Request[None]) -> Response:
@@ -78,7 +77,6 @@ async def read_stream(request: Request[None]) -> Response:
 @routes.get(
     f"{STREAM_PATH}/tail",
     {200: ReadStreamResponse},
-    subject=Subject.EXECUTION,
     query=(_AFTER, QueryParam("block_ms", {"type": "integer", "minimum": 0, "maximum": MAX_BLOCK_MS}), _LIMIT),
     long=True,
 )
@@ -95,21 +93,20 @@ async def tail_stream(request: Request[None]) -> Response:
     return _page(page or StreamPage([], None, None))
 
 
-@routes.get(f"{STREAM_PATH}/summary", {200: SummaryView}, subject=Subject.EXECUTION)
-async def read_summary(request: Request[None]) -> Response:
+@routes.get(f"{STREAM_PATH}/summary", {200: SummaryView})
+async def read_summary(request: Request[None]) -> SummaryView:
     """Return the document that the summary frames of an attempt amount to."""
     summary = await request.engine.read_summary(request.execution_id, _attempt_index(request))
-    return json_response(require_found(summary, "not found: stream"))
+    return require_found(summary, "not found: stream")
 
 
-@routes.get(f"{STREAM_PATH}/events", {200: EVENT_STREAM}, subject=Subject.EXECUTION, query=(_AFTER,), long=True)
+@routes.get(f"{STREAM_PATH}/events", {200: EVENT_STREAM}, query=(_AFTER,), long=True)
 async def follow_stream(request: Request[None]) -> StreamingResponse:
     """Stream frames as server-sent events; `Last-Event-ID` or `after` resumes."""
     execution_id, index = request.execution_id, _attempt_index(request)
     after = _after(request, sse.last_event_id(request) or request.query_param("after") or "0-0")
-    first = await request.engine.tail_stream(
-        execution_id, index, after, 0, PAGE_SIZE
-    )  # what is wrong is told with a status
+    # An error here becomes the status of the response.
+    first = await request.engine.tail_stream(execution_id, index, after, 0, PAGE_SIZE)
     return StreamingResponse(sse.with_keep_alive(request, _events(request, execution_id, index, after, first)))
 
 

@@ -7,47 +7,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flowfabric.api.claims import (
-    ClaimedWork,
-    ClaimWorkRequest,
-    ClaimWorkResponse,
-    EndClaimsRequest,
-    EndClaimsResponse,
-    MarkWorkerDeadRequest,
-    RedeemGrantRequest,
-    RegisterWorkerRequest,
-    WorkerInstanceRequest,
-)
-from flowfabric.api.encoding import MAX_WAIT_MS
+from flowfabric.api import claims as api
+from flowfabric.api.encoding import MAX_WAIT_MS, WORK_LIMIT
 from flowfabric.engine.engine import Engine
 from flowfabric.model.answers import execution as answers
-from flowfabric.model.api_token import ApiScope
-from flowfabric.model.worker import (
+from flowfabric.model.scheduling.worker import (
     STOPPED,
     MarkedDead,
     NotRegistered,
+    TaskList,
     WorkerPage,
     WorkerRefreshed,
     WorkerRegistered,
 )
+from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import tracing
 from flowfabric.server.errors import bad_request
-from flowfabric.server.request import Request, json_response, variant_response
+from flowfabric.server.request import Request, variant_response
 from flowfabric.server.routes.grants import check_worker_names
-from flowfabric.server.routing import CURSOR_PARAM, LIMIT_PARAM, H, QueryParam, Response, RouteGroup, Subject, one_of
+from flowfabric.server.routing import NAMESPACE_PARAM, PAGE_PARAMS, H, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("workers")
+worker_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.CHECKED_BY_HANDLER)
 
 
-@routes.post(
-    "/v1/workers/{worker_id}/claims",
-    {200: ClaimWorkResponse},
-    body=ClaimWorkRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
-    long=True,
+@worker_routes.post(
+    "/v1/workers/{worker_id}/claims", {200: api.ClaimWorkResponse}, body=api.ClaimWorkRequest, long=True
 )
-async def claim(request: Request[ClaimWorkRequest]) -> Response:
+async def claim(request: Request[api.ClaimWorkRequest]) -> api.ClaimWorkResponse:
     """Claim up to `limit` executions, as soon as there is one; budgets and quotas are checked first."""
     worker_id, body = request.path_params[0], request.body
     check_worker_names(worker_id, body.worker_instance_id, *body.lanes)
@@ -74,7 +61,7 @@ async def claim(request: Request[ClaimWorkRequest]) -> Response:
         if claimed and request.is_abandoned:
             await _release(request.engine, claimed)
             claimed = []
-    return json_response(ClaimWorkResponse([await _claimed_work(request, item) for item in claimed]))
+    return api.ClaimWorkResponse([await _claimed_work(request, item) for item in claimed])
 
 
 async def _release(engine: Engine, claimed: list[answers.Claimed]) -> None:
@@ -83,7 +70,7 @@ async def _release(engine: Engine, claimed: list[answers.Claimed]) -> None:
 
 
 @contextmanager
-def _register_claim(request: Request[ClaimWorkRequest], wake: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+def _register_claim(request: Request[api.ClaimWorkRequest], wake: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Register a waiting claim for `end_claims`; yield a predicate that is False once it was ended."""
     wanted, claimant = True, (request.principal.name, request.body.worker_instance_id)
 
@@ -102,25 +89,19 @@ def _register_claim(request: Request[ClaimWorkRequest], wake: Callable[[], None]
             request.app.waiting_claims.pop(claimant, None)
 
 
-@routes.post(
-    "/v1/workers/{worker_id}/claims/end",
-    {200: EndClaimsResponse},
-    body=EndClaimsRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
-)
-async def end_claims(request: Request[EndClaimsRequest]) -> Response:
+@worker_routes.post("/v1/workers/{worker_id}/claims/end", {200: api.EndClaimsResponse}, body=api.EndClaimsRequest)
+async def end_claims(request: Request[api.EndClaimsRequest]) -> api.EndClaimsResponse:
     """Make the waiting claims of this worker instance return now; return how many there were."""
     check_worker_names(request.path_params[0], request.body.worker_instance_id)
     waiting = tuple(request.app.waiting_claims.get((request.principal.name, request.body.worker_instance_id), ()))
     for end in waiting:
         end()
-    return json_response(EndClaimsResponse(len(waiting)))
+    return api.EndClaimsResponse(len(waiting))
 
 
 async def _claimed_work(
-    request: Request[ClaimWorkRequest] | Request[RedeemGrantRequest], claimed: answers.Claimed
-) -> ClaimedWork:
+    request: Request[api.ClaimWorkRequest] | Request[api.RedeemGrantRequest], claimed: answers.Claimed
+) -> api.ClaimedWork:
     payload = claimed.payload
     if payload is None:
         context = await request.engine.read_execution_context(claimed.execution_id)
@@ -135,7 +116,7 @@ async def _claimed_work(
         request.app.tracing.record_claim(
             claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted
         )
-    return ClaimedWork(
+    return api.ClaimedWork(
         execution_id=claimed.execution_id,
         handle=await request.app.handle_signer.sign(claimed.handle),
         lease_id=claimed.lease_id,
@@ -151,17 +132,20 @@ async def _claimed_work(
         policy=policy,
         traceparent=submitted,
         namespace=claimed.namespace,
+        life=claimed.life,
     )
 
 
 @routes.post(
     "/v1/executions/{id}/redeem",
-    {200: one_of(answers.NotReclaimable, answers.ReclaimCapExceeded, answers.GrantNotFound, Claimed=ClaimedWork)},
-    body=RedeemGrantRequest,
+    {200: one_of(answers.NotReclaimable, answers.ReclaimCapExceeded, answers.GrantNotFound, Claimed=api.ClaimedWork)},
+    body=api.RedeemGrantRequest,
     scope=ApiScope.WORK,
     subject=Subject.EXECUTION,
 )
-async def redeem(request: Request[RedeemGrantRequest]) -> Response:
+async def redeem(
+    request: Request[api.RedeemGrantRequest],
+) -> answers.NotReclaimable | answers.ReclaimCapExceeded | answers.GrantNotFound | Response:
     """Redeem a grant: start an attempt, continue an interrupted one, or take over a lost one."""
     execution_id, body = request.execution_id, request.body
     check_worker_names(body.worker_id, body.worker_instance_id, *filter(None, [body.lane_id]))
@@ -185,10 +169,10 @@ async def redeem(request: Request[RedeemGrantRequest]) -> Response:
             raise bad_request("grant_kind: none of claim, resume, reclaim")
     if isinstance(answer, answers.Claimed):
         return variant_response(await _claimed_work(request, answer), name="Claimed")
-    return variant_response(answer)
+    return answer
 
 
-def registry_route(verb: str, answered: Any, body: Any = WorkerInstanceRequest, **options: Any) -> Callable[[H], H]:
+def registry_route(verb: str, answered: Any, body: Any = api.WorkerInstanceRequest, **options: Any) -> Callable[[H], H]:
     """Declare a route for an entry of the registry."""
     path, route_options = f"/v1/workers/{{worker_id}}/{verb}", {"scope": ApiScope.WORK} | options
     return routes.post(path, {200: answered}, body=body, subject=Subject.CHECKED_BY_HANDLER, **route_options)
@@ -202,46 +186,47 @@ def _registry_kwargs(request: Request[Any]) -> dict[str, Any]:
     return kwargs
 
 
-@registry_route("register", one_of(WorkerRegistered, WorkerRefreshed), RegisterWorkerRequest)
-async def register_worker(request: Request[RegisterWorkerRequest]) -> Response:
-    """Register a worker; work that waited for these capabilities is claimable before this returns."""
-    return variant_response(
-        await request.engine.register_worker(worker_id=request.path_params[0], **_registry_kwargs(request))
-    )
+@registry_route("register", one_of(WorkerRegistered, WorkerRefreshed), api.RegisterWorkerRequest, limit=WORK_LIMIT)
+async def register_worker(request: Request[api.RegisterWorkerRequest]) -> WorkerRegistered | WorkerRefreshed:
+    """Register a worker and its tasks; work that waited for its capabilities is claimable before this returns."""
+    return await request.engine.register_worker(worker_id=request.path_params[0], **_registry_kwargs(request))
 
 
 @registry_route("heartbeat", one_of(WorkerRefreshed, NotRegistered))
-async def heartbeat_worker(request: Request[WorkerInstanceRequest]) -> Response:
+async def heartbeat_worker(request: Request[api.WorkerInstanceRequest]) -> WorkerRefreshed | NotRegistered:
     """Refresh a worker in the registry."""
-    return variant_response(await request.engine.heartbeat_worker(**_registry_kwargs(request)))
+    return await request.engine.heartbeat_worker(**_registry_kwargs(request))
 
 
-@registry_route("dead", one_of(MarkedDead, NotRegistered), MarkWorkerDeadRequest, scope=ApiScope.OPERATE, audit=True)
-async def mark_worker_dead(request: Request[MarkWorkerDeadRequest]) -> Response:
+@registry_route(
+    "dead", one_of(MarkedDead, NotRegistered), api.MarkWorkerDeadRequest, scope=ApiScope.OPERATE, audit=True
+)
+async def mark_worker_dead(request: Request[api.MarkWorkerDeadRequest]) -> MarkedDead | NotRegistered:
     """Remove a worker from the registry; its leases expire by themselves."""
-    return variant_response(await request.engine.mark_worker_dead(**_registry_kwargs(request)))
+    return await request.engine.mark_worker_dead(**_registry_kwargs(request))
 
 
 @registry_route("leave", one_of(MarkedDead, NotRegistered))
-async def leave(request: Request[WorkerInstanceRequest]) -> Response:
+async def leave(request: Request[api.WorkerInstanceRequest]) -> MarkedDead | NotRegistered:
     """Leave the registry, as a worker that stops."""
-    return variant_response(await request.engine.mark_worker_dead(reason=STOPPED, **_registry_kwargs(request)))
+    return await request.engine.mark_worker_dead(reason=STOPPED, **_registry_kwargs(request))
 
 
-@routes.get(
-    "/v1/workers",
-    {200: WorkerPage},
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(QueryParam("namespace", {"type": "string"}, required=True), CURSOR_PARAM, LIMIT_PARAM),
-)
-async def list_workers(request: Request[None]) -> Response:
-    """List the live workers of a namespace by instance id."""
-    namespace = request.query_param("namespace")
-    if namespace is None:
-        raise bad_request("namespace: missing")
-    request.require_namespace(namespace)
-    return json_response(
-        await request.engine.list_workers(
-            namespace, after=request.query_param("cursor") or None, limit=request.int_param("limit", 1000)
-        )
+@routes.get("/v1/workers", {200: WorkerPage}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM, *PAGE_PARAMS))
+async def list_workers(request: Request[None]) -> WorkerPage:
+    """List the live workers of a namespace by instance id; without one, those of all namespaces."""
+    namespace, namespaces = request.visible_namespaces()
+    if namespace is None and namespaces is not None:
+        if len(namespaces) != 1:
+            raise bad_request("namespace: needed by a token that is bound to namespaces")
+        [namespace] = namespaces
+    return await request.engine.list_workers(
+        namespace, after=request.cursor, limit=request.int_param("limit", 1000), all_namespaces=True
     )
+
+
+@routes.get("/v1/tasks", {200: TaskList}, subject=Subject.CHECKED_BY_HANDLER, query=(NAMESPACE_PARAM,))
+async def list_tasks(request: Request[None]) -> TaskList:
+    """List the tasks that live workers run by namespace and name, with the JSON schemas of input and result."""
+    namespace, namespaces = request.visible_namespaces()
+    return await request.engine.list_tasks(namespace=namespace, namespaces=namespaces)

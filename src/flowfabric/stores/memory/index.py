@@ -115,8 +115,7 @@ class MemoryTable:
             return False
         if condition.op == "in":
             return value in [encode(choice, self._encode_queue) for choice in condition.value]
-        operand = encode(condition.value, self._encode_queue)
-        return bool(value.startswith(operand) if condition.op == "starts" else _COMPARE[condition.op](value, operand))
+        return _COMPARE[condition.op](value, encode(condition.value, self._encode_queue))
 
     def _entries(self, key: Key, row: Any) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]:
         for first, columns in self._columns.items():
@@ -130,4 +129,6 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
+    "starts": str.startswith,
+    "contains": operator.contains,
 }

@@ -7,7 +7,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from heapq import merge, nsmallest
+from heapq import merge, nlargest, nsmallest
 from itertools import islice, takewhile
 from typing import Any
 
@@ -41,7 +41,18 @@ from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimRe
 from flowfabric.stores.codec import CODEC, check_change, encode, expand_bulk_inserts
 from flowfabric.stores.memory.index import Key, MemoryTable
 from flowfabric.stores.port import SchemaVersion
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import (
+    Due,
+    FeedPage,
+    FoundExecution,
+    GroupedCount,
+    Loaded,
+    Read,
+    Scan,
+    Search,
+    SearchPage,
+    Where,
+)
 from flowfabric.stores.verdicts import Collision, Unstorable, Verdict, verdict_on
 
 
@@ -50,8 +61,10 @@ class MemoryStore:
 
     tag = BackendTag.MEMORY
     concurrent_commits = 1
+    claim_parts = 1
     executes_in_order = False
     batch_limit = 500
+    deletes_in_pages = False
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or SteadyClock()
@@ -163,7 +176,7 @@ class MemoryStore:
                 scan = scan.with_values(islice(values, scan.max_values))
             scans = scan.split_by_value() if scan.limit_by else [scan]
             results = [self._scan_rows(table, part, order) for part in scans]
-            return [row for _, row in merge(*results, key=operator.itemgetter(0))]
+            return [row for _, row in merge(*results, key=operator.itemgetter(0), reverse=scan.descending)]
 
     def _scan_rows(self, table: MemoryTable, scan: Scan, order: tuple[str, ...]) -> list[tuple[Key, Any]]:
         after = scan.after and tuple(encode(value, self._queue_id) for value in scan.after)
@@ -172,17 +185,33 @@ class MemoryStore:
             if not table.matches(row, scan.where):
                 continue  # checked first: only rows that meet the conditions have to have a sort key
             sort_key = tuple(table.encoded_value(row, column) for column in order)
-            if after is None or sort_key[: len(after)] > after:
+            follows = operator.lt if scan.descending else operator.gt
+            if after is None or follows(sort_key[: len(after)], after):
                 found.append((sort_key, row))
-        return nsmallest(scan.limit, found, key=operator.itemgetter(0))
+        first = nlargest if scan.descending else nsmallest
+        return first(scan.limit, found, key=operator.itemgetter(0))
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
+    async def search(self, search: Search) -> SearchPage:
         with self._lock:
-            table = self._tables[scan.row]
-            start = 0 if scan.after is None else bisect_right(table.keys, scan.after)
-            keys = table.keys[start : start + budget]
-            found = (row for row in map(table.rows.__getitem__, keys) if table.matches(row, scan.where))
-            return SearchPage.of(scan, list(islice(found, scan.limit)), keys[-1] if len(keys) == budget else None)
+            table, kinds = self._tables[Execution], self._tables[Payload].rows
+            entries = table.indexes["created_at"]
+            end = len(entries) if search.after is None else bisect_left(entries, search.after)
+            rows = (table.rows[entry[-1:]] for entry in reversed(entries[:end]))
+            within = islice((row for row in rows if table.matches(row, search.bounds)), search.budget)
+            found: list[FoundExecution] = []
+            for read, row in enumerate(within, 1):
+                payload = kinds.get((row.execution_id,))
+                one = FoundExecution(row, payload.execution_kind if payload else "")
+                if search.kind in (None, one.kind) and table.matches(row, search.filters):
+                    found.append(one)
+                if len(found) == search.limit or read == search.budget:
+                    return SearchPage(found, one.position)
+            return SearchPage(found, None)
+
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        with self._lock:
+            payloads = self._tables[Payload].rows
+            return {name: payloads[name,].execution_kind for name in execution_ids if (name,) in payloads}
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         with self._lock:
@@ -274,6 +303,8 @@ class MemoryStore:
 
     def _rows_by_prefix(self, row: type[msgspec.Struct], prefix: Key) -> list[Any]:
         table = self._tables[row]
+        if len(prefix) == len(table.codec.table.key):
+            return [table.rows[prefix]] if prefix in table.rows else []
         return [table.rows[key] for key in table.keys_with_prefix(prefix)]
 
     def _judge(self, change: Change, now: int) -> bool:

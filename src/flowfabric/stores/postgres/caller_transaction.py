@@ -72,7 +72,7 @@ class CallerTransaction:
             if (state or "").startswith(VALUE_ERRORS) or isinstance(error, OverflowError | UnicodeError):
                 return Unstorable(str(error))
             if state == UNDEFINED_TABLE:
-                raise InvalidInput("using: this connection leads to another database than the store") from error
+                raise InvalidInput("using: this connection is to another database than the store") from error
             raise
         await self._connection.execute("release savepoint ff_submit")
         return now if accepted else None
@@ -92,7 +92,7 @@ class CallerTransaction:
         """Raise if this transaction's snapshot can never see the conflicting row, so that a reload would not help."""
         [isolation] = await self._connection.fetchrow("show transaction_isolation")
         if isolation not in ("read committed", "read uncommitted"):
-            detail = f"using: somebody has committed the same since this {isolation} transaction began; begin it anew"
+            detail = f"using: another one committed the same since this {isolation} transaction began; begin a new one"
             raise RetryExhausted(detail) from collision
 
     async def notify(self, topics: frozenset[str]) -> None:

@@ -52,7 +52,7 @@ _WITHIN_RANGE_SQL = (
 )
 MANY_QUEUES = 16
 HEADS_PER_ROW = 2  # the number of heads that are read for each requested row
-HEADS_FACTOR = 8  # by which a claim reads more heads if concurrent claims had locked those that it read
+HEADS_FACTOR = 8  # a claim reads this many times as many heads if concurrent claims had locked those that it read
 MAX_HEADS_PER_ROW = HEADS_PER_ROW * HEADS_FACTOR**2
 
 
@@ -68,6 +68,7 @@ class ClaimStatement:
             entries=ENTRIES_READ_SQL,
             locked=fragment("lock_heads_of_one_queue") if one else fragment("lock_heads_of_queues").format(heads=heads),
             more="" if one else "(select count(*) from heads) = :max_heads or ",
+            any_row=fragment("any_row_of_one_queue") if one else "select 1 from heads",
             next_batch_id=NEXT_BATCH_ID_SQL,
             result_columns=result_columns(template),
             join_payloads=JOIN_PAYLOADS,
@@ -82,7 +83,7 @@ class ClaimStatement:
         self, result: list[Any], request: ClaimRequest, lease_ids: Sequence[LeaseIds], decode_queue: QueueDecoder
     ) -> list[tuple[Execution, Payload]]:
         """Decode the claimed rows of the statement's result."""
-        return decode_claim_result(result, 3, request, lease_ids, decode_queue)
+        return decode_claim_result(result, 4, request, lease_ids, decode_queue)
 
 
 def _heads_sql(queue_count: QueueCount, ranged: bool) -> str:

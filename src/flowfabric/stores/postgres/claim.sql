@@ -8,9 +8,10 @@
 -- compiled from the template of the claim; no state is named here. Lease ids arrive as texts, because the driver is
 -- slow with arrays.
 --
--- Returns the time, whether a second claim might find more rows, how many entries of the queue index were read, and
--- the claimed rows with their payloads, in no order; one row of nulls if nothing was claimed. Columns that the caller
--- has supplied are not returned. Columns that are rarely set are returned as one list, if any of them is set.
+-- Returns the time, whether a second claim might find more rows, how many entries of the queue index were read, whether
+-- nothing was locked although there are rows (others had locked them all), and the claimed rows with their payloads, in
+-- no order; one row of nulls if nothing was claimed. Columns that the caller has supplied are not returned. Columns that
+-- are rarely set are returned as one list, if any of them is set.
 with clock as materialized (select {clock} as now),
 before as materialized (select {entries} as entries),
 {locked},
@@ -35,7 +36,8 @@ batch as (
      where exists (select 1 from claimed)
 )
 select c.now, {more}(select count(*) from with_lease_ids) > (select count(*) from claimed) as more,
-       (select {entries} - before.entries from before) as entries, {result_columns}
+       (select {entries} - before.entries from before) as entries,
+       not exists (select 1 from locked) and exists ({any_row}) as has_locked, {result_columns}
   from clock c
   left join claimed t on true
   {join_payloads};
@@ -160,6 +162,18 @@ heads as materialized (
      order by head.rank, head.execution_id
      limit :max_heads
 );
+
+-- name: any_row_of_one_queue
+-- A row of the queue, locked or not, found through the queue index.
+select 1
+  from unnest(:queue_ids::bigint[]) as queue (line)
+ cross join lateral (
+       select 1
+         from ff_exec_core e
+        where e.line = queue.line
+          and (e.granted_until is null or e.granted_until <= c.now)
+        order by e.rank, e.execution_id
+        limit 1) row
 
 -- name: renew_leases
 -- Apply a template to the executions of leases that meet its condition; return the ordinal and the new expiry of each.

@@ -39,7 +39,7 @@ SLICE_ENTRIES = 1024  # entries of a slice below the floor
 ENTRIES_PER_S = 10_000  # the budget of a process for entries below floors
 LEEWAY_MS = 200
 NEXT_DUE_TTL_S = 1.0
-REREADS = 3  # of a slice that has rows to claim
+REREADS = 3  # how often a slice that has rows to claim is read again
 MOST_PORTIONS = 64  # the number of slices that one slice is divided into at once
 LEAST_COST = 16  # the least number of entries that a slice counts for, so that a read has few slices
 
@@ -69,7 +69,7 @@ class IndexSlice:
         self.low = low
         self.high = high
         self.entries = entries
-        self.rereads = 0  # since it was found to have rows
+        self.rereads = 0  # rereads since rows were found
 
     def divided(self) -> list[IndexSlice]:
         """Divide into slices of about `SLICE_ENTRIES`, assuming that entries are spread evenly."""
@@ -93,7 +93,7 @@ class BloatedQueue:
         whole = IndexSlice(LOWEST, floor, entries)
         self.slices = deque([whole] if entries <= SLICE_ENTRIES else _near_the_end(whole))
         self.newest = self.slices[-1]
-        self.unread = len(self.slices)  # of this round
+        self.unread = len(self.slices)  # slices that this round has not read yet
 
     def raise_floor(self, floor: Position, entries: int) -> None:
         """Raise the floor after a claim; `entries` is the number of entries between the two floors."""

@@ -27,11 +27,12 @@ import asyncpg
 import msgspec
 
 from flowfabric.errors import FabricError
+from flowfabric.event_loop import start_task
 from flowfabric.stores.postgres.errors import CONNECTION_ERRORS
 from flowfabric.stores.postgres.pool import ConnectionPool, in_transaction
 
 CHANNEL = "ff_wake"
-MAX_PAYLOAD_BYTES = 7900  # of topics; the server refuses messages of 8000 and more
+MAX_PAYLOAD_BYTES = 7900  # limit of the topics; the server refuses messages of 8000 bytes and more
 SENDER_PREFIX = "from:"  # begins what a message says first: who sent it
 MIN_IDLE_S = 0.005  # of a process between two commits that carry a hint, at least ...
 MIN_IDLE_COMMITS = 4  # ... and so many times as long as its commits take
@@ -118,7 +119,7 @@ class PostgresNotifier:
         self._not_later()
         self._work.set()
         if self._task is None and not self._closed:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="flowfabric-wake")
+            self._task = start_task(self._run(), name="flowfabric-wake")
 
     async def _run(self) -> None:
         while True:

@@ -47,7 +47,7 @@ class UnknownQueue(LookupError):
 
 
 class PostgresQueueIds:
-    """The queue table, with a cache of the ids and keys that this process has met."""
+    """The queue table, with a cache of the ids and keys that this process knows."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool

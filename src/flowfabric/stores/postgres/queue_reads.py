@@ -38,7 +38,7 @@ from flowfabric.stores.queries import Scan, Where, prefix_upper_bound
 
 BY_POSITION = ("rank", "execution_id")
 BY_LIST = ("blocked_on", *BY_POSITION)
-COLUMNS = ("line", "blocked_on")  # of executions, each with an index by position
+COLUMNS = ("line", "blocked_on")  # columns of executions that have an index by position
 
 _ENTRIES = ENTRIES_READ_TEMPLATE.format(index="ff_exec_core_line")
 _NOW = CLOCK_SQL.format(given=":clock::bigint")
@@ -101,7 +101,7 @@ class QueueReads:
         self.dead_entries = dead_entries
         self._clock = clock
         self._cursors: dict[str, Any] = {}  # by index: where the next search continues
-        self._names: dict[str, None] = {}  # of lists of blocked work, oldest first
+        self._names: dict[str, None] = {}  # names of lists of blocked work, oldest first
         self._gap_entries: dict[str, int] = {}  # by prefix: read by the last search outside of lists with a floor
 
     async def scan(self, scan: Scan) -> list[Execution]:

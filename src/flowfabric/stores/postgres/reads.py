@@ -19,14 +19,27 @@ from flowfabric.stores.postgres.commit.fragments import CLOCK_SQL, KEY_TYPES
 from flowfabric.stores.postgres.commit.parameters import encode_list, list_parameter
 from flowfabric.stores.postgres.dead_entries import IndexRange
 from flowfabric.stores.postgres.sql import (
+    HOT_ROWS,
     ParameterNumbering,
     RowType,
     column_list,
     column_type,
     columns_equal,
+    hot_rows_sql,
+    row_sql,
     table_column_list,
 )
-from flowfabric.stores.queries import Due, GroupedCount, Loaded, Read, Scan, Where, prefix_upper_bound
+from flowfabric.stores.queries import (
+    Due,
+    GroupedCount,
+    Loaded,
+    Read,
+    Scan,
+    Search,
+    SearchPosition,
+    Where,
+    prefix_upper_bound,
+)
 
 MANY_READS = 50  # reads of one row type
 # Index entries that this transaction has read, dead ones included; 0 if the server does not count.
@@ -37,7 +50,7 @@ class LoadShape(NamedTuple):
     """How the rows of one type are requested and returned."""
 
     row: RowType
-    encodings: tuple[int, ...]  # of the numbers of the reads, and of their keys
+    encodings: tuple[int, ...]  # encodings of the reads' numbers and of their keys
     columnar: bool
 
 
@@ -133,6 +146,9 @@ def _rows_source(parameters: ParameterNumbering, row: RowType, encodings: tuple[
     arrays = ", ".join(list_parameter(parameters, *each) for each in zip(types, encodings, strict=True))
     where = columns_equal(start, "t", "x") or "true"
     found = f"select * from {table.name} t where {where} order by {column_list(table.key)}"
+    if row in HOT_ROWS and start:
+        key = [f'x."{name}"' for name in start]
+        found = row_sql("r.*", table, key) if start == table.key else hot_rows_sql(table, key)
     return f"unnest({arrays}) as x ({column_list(['number', *start])}), lateral ({found}) t"
 
 
@@ -208,6 +224,8 @@ class ConditionBuilder:
                     if until is None
                     else f"({start} and {column} < {self.column_parameter(clause.column, until)})"
                 )
+            case "contains":
+                return f"strpos({column}, {self.column_parameter(clause.column, clause.value)}) > 0"
             case _:
                 return f"{column} {clause.op} {self.column_parameter(clause.column, clause.value)}"
 
@@ -281,9 +299,10 @@ def scan_statement(scan: Scan, encode_queue: QueueEncoder) -> tuple[str, list[An
         place = ", ".join(
             conditions.column_parameter(name, value) for name, value in zip(names, scan.after, strict=True)
         )
-        met.append(f"({column_list(names, 't.')}) > ({place})")
+        met.append(f"({column_list(names, 't.')}) {'<' if scan.descending else '>'} ({place})")
     meeting = f"from {table.name} t where {' and '.join(met) or 'true'}"
-    ordered = f"order by {column_list(order, 't.')}"
+    direction = " desc" if scan.descending else ""
+    ordered = "order by " + ", ".join(f't."{name}"{direction}' for name in order)
     limited = f"limit {conditions.parameter(scan.limit, 'bigint')}"
     if scan.limit_by is None:
         return f"select {table_column_list(table, 't.')} {meeting} {ordered} {limited}", conditions.values
@@ -295,12 +314,47 @@ def scan_statement(scan: Scan, encode_queue: QueueEncoder) -> tuple[str, list[An
     return statement, conditions.values
 
 
-def nth_key_statement(scan: Scan, number: int) -> tuple[str, list[Any]]:
-    """Return the statement for the n-th key of a table after the scan's `after`; the table's key has one column."""
-    (key,) = TABLE[scan.row].key
-    after = "" if scan.after is None else f' where t."{key}" > $2::{KEY_TYPES[scan.row][0]}'
-    statement = f'select t."{key}" from {TABLE[scan.row].name} t{after} order by t."{key}" offset $1::bigint limit 1'
-    return statement, [number - 1, *(scan.after or ())]
+def search_statement(search: Search, end: SearchPosition | None, encode_queue: QueueEncoder) -> tuple[str, list[Any]]:
+    """Return the statement for the executions of a search, up to the position `end`, and their kinds.
+
+    `offset 0` keeps the planner from reading in another order. Kinds are found row by row: a join could begin with all
+    payloads.
+    """
+    conditions = ConditionBuilder(Execution, encode_queue)
+    window = _search_window(search, conditions, "offset 0", end)
+    kind = "coalesce((select p.execution_kind from ff_payload p where p.execution_id = t.execution_id), '')"
+    met = [conditions.condition(clause) for clause in search.filters]
+    if search.kind is not None:
+        met.append(f"{kind} = {conditions.parameter(search.kind, 'text')}")
+    statement = (
+        f"select {table_column_list(conditions.table, 't.')}, {kind} as kind from ({window}) t"
+        f" where {' and '.join(met) or 'true'} order by {_NEWEST_FIRST}"
+        f" limit {conditions.parameter(search.limit, 'bigint')}"
+    )
+    return statement, conditions.values
+
+
+def search_end_statement(search: Search, encode_queue: QueueEncoder) -> tuple[str, list[Any]]:
+    """Return the statement for the position of the last row that the budget of a search allows."""
+    conditions = ConditionBuilder(Execution, encode_queue)
+    offset = conditions.parameter(search.budget - 1, "bigint")
+    window = _search_window(search, conditions, f"offset {offset} limit 1")
+    return window.replace("select t.*", "select t.created_at, t.execution_id", 1), conditions.values
+
+
+_NEWEST_FIRST = "t.created_at desc, t.execution_id desc"
+
+
+def _search_window(
+    search: Search, conditions: ConditionBuilder, limited: str, end: SearchPosition | None = None
+) -> str:
+    met = [conditions.condition(clause) for clause in search.bounds]
+    for op, position in (("<", search.after), (">=", end)):
+        if position is not None:
+            place = f"{conditions.parameter(position[0], 'bigint')}, {conditions.parameter(position[1], 'text')}"
+            met.append(f"(t.created_at, t.execution_id) {op} ({place})")
+    where = " and ".join(met) or "true"
+    return f"select t.* from {conditions.table.name} t where {where} order by {_NEWEST_FIRST} {limited}"
 
 
 def count_statement(query: GroupedCount, encode_queue: QueueEncoder) -> tuple[str, list[Any]]:

@@ -30,7 +30,6 @@ from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.settings import Deadlines
-from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseIds, LeaseRef
 from flowfabric.stores.codec import CODEC, decode_counts
 from flowfabric.stores.port import SchemaVersion
@@ -50,7 +49,18 @@ from flowfabric.stores.postgres.pool import ConnectionPool, in_transaction
 from flowfabric.stores.postgres.queue_ids import PostgresQueueIds, UnknownQueue, queue_id
 from flowfabric.stores.postgres.queue_reads import QueueReads, is_bounded
 from flowfabric.stores.postgres.sql import load_statements, number_parameters
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import (
+    Due,
+    FeedPage,
+    FoundExecution,
+    GroupedCount,
+    Loaded,
+    Read,
+    Scan,
+    Search,
+    SearchPage,
+    Where,
+)
 from flowfabric.stores.verdicts import Unstorable, Verdict, verdict_on
 
 
@@ -58,6 +68,11 @@ def _queue_order(claimed: tuple[Execution, Payload]) -> tuple[int, str]:
     return claimed[0].rank, claimed[0].execution_id
 
 
+_KINDS = """
+select p.execution_id, p.execution_kind
+  from unnest($1::text[]) as i(execution_id)
+  join ff_payload p using (execution_id)
+"""
 _SNAPSHOT_HOLDERS = number_parameters(load_statements("snapshot_holders.sql")["snapshot_holders"], ("limit",))
 _TIME = f"select {CLOCK_SQL.format(given='$1::bigint')}"
 
@@ -68,6 +83,8 @@ class PostgresStore:
     tag = BackendTag.POSTGRES
     concurrent_commits = 2
     batch_limit = 1000
+    deletes_in_pages = False
+    claim_parts = 1
     executes_in_order = False
 
     def __init__(
@@ -205,13 +222,17 @@ class PostgresStore:
             return ClaimedRows(await self.ping(), [])
         heads_per_row = claim.HEADS_PER_ROW
         claimed, more = await self._claim(request, request.lease_ids, queue_ids, heads_per_row)
+        has_locked = claimed.has_locked
         while not claimed.rows:  # concurrent transactions had locked the heads, or a slice had no rows: read further
             if more and heads_per_row < claim.MAX_HEADS_PER_ROW:
                 heads_per_row *= claim.HEADS_FACTOR
             elif not self._dead_entries.may_read_more(queue_ids):
                 break
             claimed, more = await self._claim(request, request.lease_ids, queue_ids, heads_per_row)
-        if claimed.rows and more and len(claimed.rows) < len(request.lease_ids):
+            has_locked |= claimed.has_locked
+        if not claimed.rows:
+            return ClaimedRows(claimed.now, [], has_locked)
+        if more and len(claimed.rows) < len(request.lease_ids):
             used = {row.lease_id for row, _ in claimed.rows}
             unused = [ids for ids in request.lease_ids if ids.lease_id not in used]
             try:
@@ -237,20 +258,21 @@ class PostgresStore:
                 connection, request, lease_ids, queue_ids, max_heads, self._now(), ranges
             )
         )
-        now, more, entries = result[0][:3]
+        now, more, entries, has_locked = result[0][:4]
         statement = claim.claim_statement(request, queue_ids, ranged=bool(ranges))
         rows = await self._queue_ids.decode(
             lambda decode_queue: statement.decode(result, request, lease_ids, decode_queue)
         )
         found = [row for row, _ in rows]
-        floor = floor_of_claim(found, drained=not more and len(rows) < len(lease_ids), now=now)
+        is_drained = not (more or has_locked) and len(rows) < len(lease_ids)
+        floor = floor_of_claim(found, drained=is_drained, now=now)
         is_slice_wanted = index_slice is not None and (
             more or any((row.rank, row.execution_id) <= index_slice[1].high for row in found)
         )
         self._dead_entries.record_scan(
             queue_ids, index_slice, entries, len(rows), floor, is_slice_wanted=is_slice_wanted
         )
-        return ClaimedRows(now, rows), more
+        return ClaimedRows(now, rows, has_locked), more
 
     async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
         if not leases:
@@ -285,13 +307,22 @@ class PostgresStore:
         decode = CODEC[scan.row].decode_scanned
         return await self._queue_ids.decode(lambda decode_queue: [decode(scan, row, decode_queue) for row in result])
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        (key,) = TABLE[scan.row].key
-        statement, values = reads.nth_key_statement(scan, budget)
-        last_read = await self._pool.read(lambda connection: connection.fetchrow(statement, *values))
-        bound = () if last_read is None else (Where(key, "<=", last_read[0]),)
-        rows = await self.scan(msgspec.structs.replace(scan, where=(*scan.where, *bound)))
-        return SearchPage.of(scan, rows, last_read and tuple(last_read))
+    async def search(self, search: Search) -> SearchPage:
+        # The end is found first and bounds the rows, so that a row which is created or deleted meanwhile moves nothing.
+        end_statement, end_values = reads.search_end_statement(search, queue_id)
+        end = await self._pool.read(lambda connection: connection.fetchrow(end_statement, *end_values))
+        end = end and tuple(end)
+        statement, values = reads.search_statement(search, end, queue_id)
+        result = await self._pool.read(lambda connection: connection.fetch(statement, *values))
+        decode = CODEC[Execution].decode
+        found = await self._queue_ids.decode(
+            lambda decode_queue: [FoundExecution(decode(row[:-1], decode_queue), row["kind"]) for row in result]
+        )
+        return SearchPage(found, found[-1].position if len(found) >= search.limit else end)
+
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        result = await self._pool.read(lambda connection: connection.fetch(_KINDS, list(execution_ids)))
+        return {row["execution_id"]: row["execution_kind"] for row in result}
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         statement, values = reads.count_statement(query, queue_id)

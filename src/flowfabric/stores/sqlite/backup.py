@@ -55,7 +55,7 @@ def _copy(source: Path, partial: Path) -> None:
             backup.step(-1)
         check = copy.pragma("integrity_check")
         if check != "ok":
-            raise unavailable(f"the copy of {source} is spoilt, so {source} may be: {check}", StoreFault.OTHER)
+            raise unavailable(f"the copy of {source} is damaged, so {source} may be, too: {check}", StoreFault.OTHER)
         copy.pragma("journal_mode", "wal")
         copy.pragma("wal_checkpoint(TRUNCATE)")
     finally:

@@ -234,7 +234,7 @@ class WriterThread(ConnectionThread):
         self._writer_lock = writer_lock
         self._timeout_error = writer_lock.timeout_error
         self._queue_ids = queue_ids
-        self.must_advance_positions = False  # before the next transaction
+        self.must_advance_positions = False  # True if the next transaction has to do so first
         self.before_transaction: Callable[[apsw.Connection], None] | None = None
         self._staged: dict[asyncio.AbstractEventLoop, list[ConnectionJob]] = {}
 

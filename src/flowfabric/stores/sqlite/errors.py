@@ -43,7 +43,7 @@ def translate_error(error: Exception) -> Exception:
         translated = Collision(str(error))
     elif isinstance(error, (*_UNSTORABLE, OverflowError, UnicodeEncodeError)):  # the last two before it was sent
         translated = Unstorable(str(error))
-    elif isinstance(error, OSError):  # of the lock file
+    elif isinstance(error, OSError):  # the lock file could not be used
         translated = unavailable(str(error), StoreFault.TRANSPORT)
     else:
         source = next((source for kind, source in _UNAVAILABLE.items() if isinstance(error, kind)), None)

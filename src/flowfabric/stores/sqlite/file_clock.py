@@ -58,9 +58,8 @@ class HostClock:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self.boot_id = self._boot()
-        self.since_boot_ms: Clock = (
-            boot_ms if self.boot_id else wall_ms
-        )  # milliseconds since the boot, also while it slept
+        # Returns milliseconds since the boot, sleep included.
+        self.since_boot_ms: Clock = boot_ms if self.boot_id else wall_ms
 
     def wall_ms(self) -> int:
         """Return the wall clock of this process."""

@@ -58,7 +58,7 @@ class FileIdentity:
     def check_same(self) -> None:
         """Raise `StoreUnavailable` if the file was removed or replaced."""
         if not self.is_same():
-            raise unavailable(f"{self._path} was removed or replaced after it was opened; open the store anew")
+            raise unavailable(f"{self._path} was removed or replaced after it was opened; open the store again")
 
     def _now(self) -> tuple[int, int] | None:
         try:

@@ -9,8 +9,6 @@ from importlib.resources import files
 import apsw
 
 from flowfabric import errors
-from flowfabric.model.execution import QueueKey
-from flowfabric.stores.catalog import Column, Table
 from flowfabric.stores.compatibility import is_compatible, refuse_newer
 from flowfabric.stores.port import SchemaVersion
 
@@ -74,23 +72,3 @@ def check_schema_version(db: apsw.Connection) -> None:
 def _one(db: apsw.Connection, words: str, *values: int) -> int | None:
     found: int | None = next(iter(db.execute(words, values)))[0]
     return found
-
-
-def table_ddl(table: Table) -> str:
-    """Return the DDL of a table according to the catalog; migrations have to produce it."""
-    columns = [
-        f"    {column.name} {_type(column)}{'' if column.optional else ' NOT NULL'}," for column in table.columns
-    ]
-    lines = [f"CREATE TABLE {table.name} (", *columns, f"    PRIMARY KEY ({', '.join(table.key)})", ") STRICT;"]
-    for index in table.indexes:
-        first = index.columns[0]
-        lines += [
-            f"CREATE INDEX {table.name}_{first} ON {table.name} ({', '.join(index.columns)}) WHERE {first} IS NOT NULL;"
-        ]
-    return "\n".join(lines)
-
-
-def _type(column: Column) -> str:
-    if column.is_enum or column.kind in (int, bool, QueueKey):
-        return "INTEGER"
-    return {str: "TEXT", bytes: "BLOB", float: "REAL"}[column.kind]

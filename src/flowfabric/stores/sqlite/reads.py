@@ -13,16 +13,18 @@ import msgspec
 
 from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent, Topic
 from flowfabric.model.execution import Execution, QueueKey
-from flowfabric.model.signing_key import SigningKey
+from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.stores.catalog import TABLE
 from flowfabric.stores.codec import CODEC, decode_counts, encode
 from flowfabric.stores.queries import (
     Due,
     FeedPage,
+    FoundExecution,
     GroupedCount,
     Loaded,
     Read,
     Scan,
+    Search,
     SearchPage,
     Where,
     prefix_upper_bound,
@@ -145,22 +147,44 @@ def _scan_rows(db: apsw.Connection, queue_ids: SQLiteQueueIds, scan: Scan) -> li
     order = scan.full_order
     if scan.after is not None:
         columns = order[: len(scan.after)]
-        conditions.append(f"({', '.join(columns)}) > ({', '.join('?' * len(columns))})")
+        follows = "<" if scan.descending else ">"
+        conditions.append(f"({', '.join(columns)}) {follows} ({', '.join('?' * len(columns))})")
         values += [encode(value, lambda queue: queue_ids.id_of(db, queue)) for value in scan.after]
-    statement = statements.select_rows(scan.row, " AND ".join(conditions), order, limit=True)
+    directed = tuple(f"{name} DESC" for name in order) if scan.descending else order
+    statement = statements.select_rows(scan.row, " AND ".join(conditions), directed, limit=True)
     stored = db.execute(statement, (*values, scan.limit)).fetchall()
     codec = CODEC[scan.row]
     return [codec.decode_scanned(scan, row, lambda id_: queue_ids.key_of(db, id_)) for row in stored]
 
 
-def search(db: apsw.Connection, queue_ids: SQLiteQueueIds, scan: Scan, budget: int) -> SearchPage:
-    """Return the rows of a scan among the next `budget` rows by key."""
-    (key,) = TABLE[scan.row].key
-    statement = statements.nth_key(scan.row, after=scan.after is not None)
-    last_read = db.execute(statement, (*(scan.after or ()), budget - 1)).fetchone()
-    bound = () if last_read is None else (Where(key, "<=", last_read[0]),)
-    part = msgspec.structs.replace(scan, where=(*scan.where, *bound))
-    return SearchPage.of(scan, _scan_rows(db, queue_ids, part), last_read)
+def search(db: apsw.Connection, queue_ids: SQLiteQueueIds, search: Search) -> SearchPage:
+    """Return executions newest first, among as many rows as the budget allows."""
+    bounds, bound_values = _conditions(db, queue_ids, Execution, search.bounds)
+    if search.after is not None:
+        bounds.append("(created_at, execution_id) < (?, ?)")
+        bound_values += search.after
+    filters, filter_values = _conditions(db, queue_ids, Execution, search.filters)
+    if search.kind is not None:
+        filters.append("kind = ?")
+        filter_values.append(search.kind)
+    with db:  # one snapshot
+        statement = statements.search(" AND ".join(bounds), " AND ".join(filters))
+        stored: list[Any] = db.execute(
+            statement, (*bound_values, search.budget, *filter_values, search.limit)
+        ).fetchall()
+        decode = CODEC[Execution].decode
+        found = [FoundExecution(decode(row[:-1], lambda id_: queue_ids.key_of(db, id_)), row[-1]) for row in stored]
+        last: Any = None
+        if len(found) < search.limit:
+            end = statements.search_end(" AND ".join(bounds))
+            last = db.execute(end, (*bound_values, search.budget - 1)).fetchone()
+    return SearchPage(found, found[-1].position if len(found) >= search.limit else last)
+
+
+def kinds(db: apsw.Connection, execution_ids: Sequence[str]) -> dict[str, str]:
+    """Return the kinds of executions by id."""
+    found: Iterable[Any] = db.execute(statements.statement("kinds"), (msgspec.json.encode(execution_ids).decode(),))
+    return dict(found)
 
 
 def count_grouped(db: apsw.Connection, queue_ids: SQLiteQueueIds, query: GroupedCount) -> dict[tuple[Any, ...], int]:

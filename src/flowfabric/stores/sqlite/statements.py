@@ -265,12 +265,22 @@ def next_instant(row: type[msgspec.Struct], column: str, where: str) -> str:
     return _TEXT["next_instant"].format(table=TABLE[row].name, column=column, where=f" WHERE {where}")
 
 
-@lru_cache(64)
-def nth_key(row: type[msgspec.Struct], *, after: bool) -> str:
-    """Select the key after a number of others, in order; of all keys, or of those `after` a given one."""
-    (key,) = TABLE[row].key
-    where = f"WHERE {key} > ?" if after else ""
-    return _TEXT["nth_key"].format(table=TABLE[row].name, key=key, where=where)
+def search(bounds: str, filters: str) -> str:
+    """Select the executions of a search with their kinds; arguments: the bounds', the budget, the filters', the limit.
+
+    Each of the two is a condition, or empty.
+    """
+    columns = ", ".join(f"r.{name}" for name in TABLE[Execution].column_names)
+    return _TEXT["search"].format(
+        columns=columns,
+        bounds=f"WHERE {bounds}" if bounds else "",
+        filters=f"WHERE {filters}" if filters else "",
+    )
+
+
+def search_end(bounds: str) -> str:
+    """Select the position of the last row that the budget of a search allows; arguments: the bounds', the budget."""
+    return _TEXT["search_end"].format(bounds=f"WHERE {bounds}" if bounds else "")
 
 
 @lru_cache(64)
@@ -309,5 +319,7 @@ def condition(where: Where, encode: Callable[[Any], Any]) -> tuple[str, list[Any
             if end is None:
                 return f"{column} >= ?", [where.value]
             return f"{column} >= ? AND {column} < ?", [where.value, end]
+        case "contains":
+            return f"instr({column}, ?) > 0", [where.value]
         case _:
             return f"{column} {where.op} ?", [encode(where.value)]

@@ -160,8 +160,21 @@ SELECT value FROM found WHERE value IS NOT NULL LIMIT ?3;
 -- name: next_instant
 SELECT min({column}) FROM {table}{where};
 
--- name: nth_key
-SELECT {key} FROM {table} {where} ORDER BY {key} LIMIT 1 OFFSET ?;
+-- name: kinds
+SELECT p.execution_id, p.execution_kind FROM json_each(?) AS i CROSS JOIN ff_payload AS p ON p.execution_id = i.value;
+
+-- name: search
+-- The subquery stops at the budget and yields its rows one by one, in the order of the index: an outer ORDER BY would
+-- read all of them first.
+SELECT {columns},
+       coalesce((SELECT p.execution_kind FROM ff_payload AS p WHERE p.execution_id = r.execution_id), '') AS kind
+  FROM (SELECT * FROM ff_exec_core {bounds} ORDER BY created_at DESC, execution_id DESC LIMIT ?) AS r
+ {filters}
+ LIMIT ?;
+
+-- name: search_end
+SELECT created_at, execution_id FROM ff_exec_core {bounds}
+ ORDER BY created_at DESC, execution_id DESC LIMIT 1 OFFSET ?;
 
 -- name: count_executions
 SELECT {group_by}, count(*) FROM (SELECT {group_by} FROM {table} WHERE {where} ORDER BY {order} LIMIT ?) GROUP BY {group_by};

@@ -18,6 +18,7 @@ import msgspec
 
 from flowfabric.clock import Clock
 from flowfabric.errors import InvalidInput, StoreFault
+from flowfabric.event_loop import start_task
 from flowfabric.handles import BackendTag
 from flowfabric.ids import DEFAULT_PARTITIONS, PartitionCounts
 from flowfabric.model.change import Change, RowTemplate
@@ -25,7 +26,7 @@ from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.port import SchemaVersion
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Search, SearchPage, Where
 from flowfabric.stores.sqlite import migrator, reads, writes
 from flowfabric.stores.sqlite.connection_thread import ConnectionThread, WriterThread
 from flowfabric.stores.sqlite.errors import unavailable
@@ -49,6 +50,8 @@ class SQLiteStore:
     tag = BackendTag.SQLITE
     concurrent_commits = 2
     batch_limit = 500
+    deletes_in_pages = False
+    claim_parts = 1
     executes_in_order = True
 
     def __init__(
@@ -61,7 +64,7 @@ class SQLiteStore:
         if str(path) in ("", ":memory:"):
             raise InvalidInput("SQLite needs a file here; for rows in memory there is the memory store")
         if synchronous not in ("NORMAL", "FULL", "EXTRA"):
-            raise InvalidInput(f"synchronous: {synchronous!r} is none of NORMAL, FULL, EXTRA")
+            raise InvalidInput(f"synchronous: {synchronous!r} is not one of NORMAL, FULL, EXTRA")
         self._path = Path(path).absolute()
         self._clock = FileClock() if clock is None else InjectedClock(clock)
         self.clock: Clock | None = clock or self._clock
@@ -149,8 +152,11 @@ class SQLiteStore:
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._scanner.run(lambda db: reads.scan(db, self._queue_ids, scan))
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        return await self._scanner.run(lambda db: reads.search(db, self._queue_ids, scan, budget))
+    async def search(self, search: Search) -> SearchPage:
+        return await self._scanner.run(lambda db: reads.search(db, self._queue_ids, search))
+
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        return await self._scanner.run(lambda db: reads.kinds(db, execution_ids))
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         return await self._scanner.run(lambda db: reads.count_grouped(db, self._queue_ids, query))
@@ -187,7 +193,7 @@ class SQLiteStore:
 
     def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
         if not self._notifier.listen(callback):
-            self._polls.append(asyncio.get_running_loop().create_task(self._poll(callback)))
+            self._polls.append(start_task(self._poll(callback)))
 
     async def _poll(self, callback: Callable[[frozenset[str]], None]) -> None:
         """Poll the file for changes, with a backoff, if the notifier has no socket."""

@@ -134,7 +134,7 @@ def claim_rows(db: apsw.Connection, queue_ids: WriterQueueIds, request: ClaimReq
 
 def renew(db: apsw.Connection, leases: Sequence[LeaseRef], template: RowTemplate, now: int) -> list[int | None]:
     """Apply the template where its condition holds; return, per lease, its new expiry, or None if it was refused."""
-    parameters = LeaseRef.__struct_fields__[1:]  # after the key
+    parameters = LeaseRef.__struct_fields__[1:]  # the fields that follow the key
     rows = [(*astuple(lease), number) for number, lease in enumerate(leases)]
     failed = execute_batched(db, statements.failed_conditions(template, parameters), rows, leading=(now,))
     refused = {number for (number,) in failed}

@@ -21,8 +21,8 @@ uses the write connection of the node, `read` its read connection, so a read may
 * `node_for(tag)` returns the `Node` that serves a tag now; group tags by it to ask many partitions with one call a
   node, `Node.call(…)` or `Node.read(…)`. Such calls follow no redirects.
 * `primaries()` lists the nodes with slots; `for_each_primary(…)` sends a command to each and returns the replies.
-* `subscribe(Subscription("channel", on_message=…, on_reconnect=…))` reconnects by itself. Messages in between are lost,
-  so `on_reconnect` should make the store poll once. `Subscription.ready` is an event.
+* `subscribe(ChannelSubscription("channel", on_message=…, on_reconnect=…))` reconnects by itself. Messages in between
+  are lost, so `on_reconnect` should make the store poll once. `ChannelSubscription.ready` is an event.
 * `address.database` is the number of the database: channels are not part of a database, so put it into their names.
 
 Errors (`errors.py` has the table): `StoreUnavailable` with `in_doubt`; `Corruption` for an error that must not happen;
@@ -35,6 +35,6 @@ from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.errors import ReplyError
 from flowfabric.stores.valkey.node import Node
 from flowfabric.stores.valkey.server_checks import check_servers
-from flowfabric.stores.valkey.subscription import Subscription
+from flowfabric.stores.valkey.subscription import ChannelSubscription
 
-__all__ = ["Node", "ReplyError", "Subscription", "ValkeyAddress", "ValkeyClient", "check_servers", "parse_url"]
+__all__ = ["ChannelSubscription", "Node", "ReplyError", "ValkeyAddress", "ValkeyClient", "check_servers", "parse_url"]

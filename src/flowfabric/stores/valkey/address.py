@@ -25,7 +25,7 @@ from flowfabric.errors import InvalidInput
 from flowfabric.settings import Deadlines, Secret
 
 DEFAULT_PORT = 6379
-SCHEMES = {  # whether it is a cluster, whether it has TLS
+SCHEMES = {  # True for a cluster, True for TLS
     "valkey": (False, False),
     "valkeys": (False, True),
     "valkey+cluster": (True, False),

@@ -1,8 +1,8 @@
 """Claims: which partitions to ask, and how many rows of each.
 
 The rows of a queue without flows are in one partition, and one call claims them. Otherwise the first positions of each
-partition are read. A small claim gets the best of all partitions. A large one is divided among the partitions that have
-rows, because reading as many positions of each partition would cost more than the claim.
+partition are read. A small claim gets the best of all partitions. A large one is divided among a few partitions that
+have rows, and the next claim begins with others: a call for a few rows costs a server much more for each of them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from flowfabric.stores.homes import HomeTag
 from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.reads.reader import Reader
 from flowfabric.stores.valkey.registry import MAX_VALUES, Registry
+from flowfabric.stores.valkey.rows.alike import ClaimedDecoder
 from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, biased_hex, wide_integer
 from flowfabric.stores.valkey.rows.templates import packed_claim_form
 
-MAX_CLAIMED = 200  # rows of one call, so that it is short
-MAX_POSITIONS = 1000  # that a claim reads of all partitions
+MAX_CLAIMED = 200  # rows that one call claims, so that it is short
+MAX_POSITIONS = 1000  # positions that a claim reads of all partitions
+SHARE = 100  # rows that a large claim takes of a partition before it goes on to the next one
+ASKED = 4  # partitions that a large claim asks first whether they have rows; then twice as many
 
 Claimed = list[tuple[Execution, Payload]]
 
 
-class Claimer:
+class ValkeyClaims:
     """Claims rows of fast queues."""
 
     def __init__(
@@ -39,26 +42,29 @@ class Claimer:
         self._registry = registry
         self._reader = reader
         self._functions = functions
+        self._turn = 0  # number of the partition that the next large claim begins with
 
     async def claim(self, request: ClaimRequest) -> ClaimedRows:
         """Claim the first rows of some queues."""
         digests = list(dict.fromkeys(map(self._registry.digest_of, request.queues)))
         now, rows, left = self._reader.now_argument(), Claimed(), list(request.lease_ids)
-        at, homes, asked = 0, self._registry.places(digests), set[HomeTag]()
+        at, homes, asked, number = 0, self._registry.places(digests), set[HomeTag](), ASKED
         while left:
-            if not homes:  # look for partitions that others have registered meanwhile
+            if not homes:  # other processes may have registered partitions meanwhile
                 await self._registry.refresh()
                 homes = [home for home in self._registry.places(digests) if home not in asked]
                 if not homes:
                     break
             asked.update(homes)
-            shares = [(homes[0], left)] if len(homes) == 1 else await self._shares(homes, digests, left)
+            offered = self._in_turn(homes)[:number] if len(left) >= SHARE else homes
+            number *= 2
+            shares = [(homes[0], left)] if len(homes) == 1 else await self._shares(offered, digests, left)
             if not shares:
-                homes = []
+                homes = [home for home in homes if home not in offered]
                 continue
             calls = [self._call(home, request, digests, ids, now) for home, ids in shares]
             replies = await asyncio.gather(*calls, return_exceptions=True)
-            found, at = self._collect(replies, [home for home, _ in shares], at)
+            found, at = self._collect(replies, shares, at)
             rows += [one for part in found for one in part]
             used = {row.lease_id for part in found for row, _ in part}
             left = [ids for ids in left if ids.lease_id not in used]
@@ -71,25 +77,38 @@ class Claimer:
             rows.sort(key=lambda one: (one[0].rank, one[0].execution_id))
         return ClaimedRows(at or await self._reader.ping(), rows)
 
+    def _in_turn(self, homes: Sequence[HomeTag]) -> Sequence[HomeTag]:
+        """Return these partitions beginning with another one each time."""
+        start = self._turn % len(homes)
+        self._turn += 1
+        return [*homes[start:], *homes[:start]]
+
     async def _shares(
         self, homes: Sequence[HomeTag], digests: Sequence[str], left: Sequence[LeaseIds]
     ) -> list[tuple[HomeTag, list[LeaseIds]]]:
         """Divide the wanted rows among the partitions that have some."""
-        depth = len(left) if len(homes) * len(left) <= MAX_POSITIONS else 1
+        is_large = len(left) >= SHARE
+        depth = len(left) if not is_large and len(homes) * len(left) <= MAX_POSITIONS else 1
         heads = await asyncio.gather(*(self._heads(home, digests, depth) for home in homes))
+        shares: dict[HomeTag, list[LeaseIds]] = {}
+        start = 0
+        if is_large:
+            for home, (total, _) in zip(homes, heads, strict=True):
+                if size := min(total, SHARE, len(left) - start):
+                    shares[home] = list(left[start : start + size])
+                    start += size
+            return list(shares.items())
         found = sorted(
             (position, home, total) for home, (total, first) in zip(homes, heads, strict=True) for position in first
         )
-        shares: dict[HomeTag, list[LeaseIds]] = {}
         if depth > 1 or len(left) == 1:
             for (_, home, _), ids in zip(found, left, strict=False):
                 shares.setdefault(home, []).append(ids)
             return list(shares.items())
         totals = {home: total for _, home, total in found}
-        start = 0
         for number, (home, total) in enumerate(totals.items()):
             fair = -(-(len(left) - start) // (len(totals) - number))
-            if size := min(total, fair, MAX_CLAIMED):
+            if size := min(total, fair):
                 shares[home] = list(left[start : start + size])
                 start += size
         return list(shares.items())
@@ -112,26 +131,20 @@ class Claimer:
         form = packed_claim_form(request.template)
         return self._client.call(home, "FCALL", self._functions("claim"), len(keys), *keys, home, now, form, packed)
 
-    def _collect(self, replies: Sequence[Any], homes: Sequence[HomeTag], at: int) -> tuple[list[Claimed], int]:
+    def _collect(
+        self, replies: Sequence[Any], shares: Sequence[tuple[HomeTag, Sequence[LeaseIds]]], at: int
+    ) -> tuple[list[Claimed], int]:
         """Decode the replies. If one failed and another claimed rows, the outcome of the whole claim is unknown."""
         failures = [reply for reply in replies if isinstance(reply, BaseException)]
         if failures:
             failure = next((one for one in failures if not isinstance(one, StoreUnavailable)), failures[0])
             if isinstance(failure, StoreUnavailable) and len(failures) < len(replies) and not failure.in_doubt:
-                raise StoreUnavailable(
-                    failure.detail, backend=failure.backend, source=failure.source, in_doubt=True
-                ) from failure
+                raise failure.with_unknown_outcome() from failure
             raise failure
-        executions, payloads = VALKEY_TABLES[Execution], VALKEY_TABLES[Payload]
-
         parts = []
-        for home, (_, found) in zip(homes, replies, strict=True):
-            rows = Claimed()
-            for text, row, payload in zip(found[::3], found[1::3], found[2::3], strict=True):
-                key = executions.key(text.decode(), home)
-                execution = executions.decode(key, row, self._registry.queue_of)
-                rows.append((execution, payloads.decode(key, payload, self._registry.queue_of)))
-            parts.append(rows)
+        for (home, ids), (_, found) in zip(shares, replies, strict=True):
+            decode = ClaimedDecoder(home, self._registry.queue_of).decode
+            parts.append(list(map(decode, found[::3], found[1::3], found[2::3], ids)))
         return parts, at or replies[0][0]
 
     # Queues

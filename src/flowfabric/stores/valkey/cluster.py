@@ -10,8 +10,8 @@ The slot map is asked for after a redirect, after a lost connection and while a 
 node has lost its slots, its connections are closed at once: a failover ends the wait for a dead node.
 
 With `wait=N` or `durability=fsync` a write in doubt may be visible and still vanish. So the next read of its slot first
-makes a small write there and waits until that is confirmed, and everything before it with it. Whoever reads in order to
-find out whether a write was executed learns the truth, or that it is not known yet.
+makes a small write there and waits until that is confirmed, and everything before it with it. A caller that reads to
+find out whether a write was executed gets the true answer, or an error while that is unknown.
 
 One server is a cluster of one node, without slot map. There a refused connection fails its commands at once.
 """
@@ -27,22 +27,24 @@ from functools import partial
 from libvalkey import pack_command
 
 from flowfabric.errors import Corruption, FabricError, InvalidInput, StoreFault, StoreUnavailable
+from flowfabric.event_loop import start_task
 from flowfabric.settings import Deadlines
 from flowfabric.stores.valkey.address import ValkeyAddress
+from flowfabric.stores.valkey.connection import MAX_WAITING_BYTES
 from flowfabric.stores.valkey.errors import Remedy, ReplyError, remedy_for, translate_reply, unavailable
 from flowfabric.stores.valkey.node import Node
 from flowfabric.stores.valkey.session import Argument, Command, Confirmation, Endpoint, Reply
 from flowfabric.stores.valkey.slots import SLOTS, Location, barrier_key, parse_redirect, parse_slot_map, slot_of
-from flowfabric.stores.valkey.subscription import Subscription
+from flowfabric.stores.valkey.subscription import ChannelSubscription
 
-MAX_REDIRECTS = 5  # followed at once; later ones wait
-MAX_LOADS = 3  # of the library for one command: it may be moved from node to node meanwhile
+MAX_REDIRECTS = 5  # redirects that are followed at once; later ones wait
+MAX_LOADS = 3  # loads of the library for one command, whose slot may move from node to node meanwhile
 MIN_RETRY_S, MAX_RETRY_S = 0.01, 0.25  # between two attempts of a command
-REFRESH_S = 0.1  # between two questions for the slot map
-MAP_TIMEOUT_S = 1.0  # of a node that is asked for the slot map
-RETRY_S = 10.0  # for which a command is sent again if `command_s` is unlimited
-CONFIRM_SHARE = 0.5  # of `command_s`, for which WAIT and WAITAOF may block
-MAX_WAIT_MS = 1000  # for which WAIT may block: a replica is behind by milliseconds, or it is gone
+REFRESH_S = 0.1  # pause between two requests for the slot map
+MAP_TIMEOUT_S = 1.0  # timeout of a request for the slot map
+RETRY_S = 10.0  # time for which a command is sent again if `command_s` is unlimited
+CONFIRM_SHARE = 0.5  # share of `command_s` for which WAIT and WAITAOF may block
+MAX_WAIT_MS = 1000  # time for which WAIT may block: a replica is behind by milliseconds, or it is gone
 MAX_CACHED_TAGS = 4096
 
 _RANDOM = random.SystemRandom()
@@ -55,7 +57,7 @@ class ValkeyClient:
         self.address = address
         self.deadlines = address.deadlines(deadlines or Deadlines())
         self.confirmations: Sequence[Confirmation] = self._confirmations()
-        self.library: str | None = None  # is loaded on a node that does not know a function
+        self.library: str | None = None  # loaded on a node that does not know a function
         self._tls = address.tls_context()
         self._nodes: dict[Location, Node] = {}
         self._slots: list[Node | None] = [None] * SLOTS
@@ -63,9 +65,11 @@ class ValkeyClient:
         self._slot_by_tag: dict[str | bytes, int] = {}
         self._unconfirmed: dict[int, asyncio.Future[Reply] | None] = {}  # slots with writes in doubt, and the barrier
         self._stalled: list[Command] = []  # wait for the next slot map
+        self._stalled_bytes = 0
+        self.resent = 0  # commands that were sent again, perhaps behind later ones
         self._refreshing: asyncio.Task[None] | None = None
         self._refresh_wanted = False
-        self._subscriptions: list[Subscription] = []
+        self._subscriptions: list[ChannelSubscription] = []
         self._closed = False
 
     def endpoint(self, location: Location) -> Endpoint:
@@ -133,6 +137,10 @@ class ValkeyClient:
             self._primaries = list(dict.fromkeys(node for node in self._slots if node is not None))
         return self._primaries
 
+    def one_of_each_node(self, tags: Iterable[str]) -> list[str]:
+        """Return one of these tags for each node that serves some: what is sent with it follows what was sent there."""
+        return list({self._slots[self._remember_slot(tag)]: tag for tag in tags}.values())
+
     def uncovered_slots(self) -> int:
         """Return how many slots no node serves."""
         return self._slots.count(None)
@@ -141,7 +149,7 @@ class ValkeyClient:
         """Send a command to every primary on its write connection; return the replies, in the order of `primaries`."""
         return await asyncio.gather(*[node.call(*arguments) for node in self.primaries()])
 
-    def subscribe(self, subscription: Subscription) -> None:
+    def subscribe(self, subscription: ChannelSubscription) -> None:
         """Start a subscription; it reconnects until the client is closed."""
         self._subscriptions.append(subscription)
         subscription.start(self._any_endpoint, self.deadlines)
@@ -225,6 +233,7 @@ class ValkeyClient:
     def handle_error_reply(self, node: Node, command: Command, error: ReplyError) -> None:
         """Send a command again that was not executed, or fail it."""
         command.redirects += 1
+        self.resent += 1
         match remedy_for(error):
             case Remedy.REFUSE:
                 command.fail(translate_reply(error))
@@ -253,6 +262,7 @@ class ValkeyClient:
             is_safe = command.is_read or not sent
             if is_safe and self._may_recover(command, sent=sent):
                 command.redirects += 1
+                self.resent += 1
                 again.append(command)
             else:
                 if not is_safe and self.confirmations and command.slot is not None:
@@ -315,12 +325,19 @@ class ValkeyClient:
             for command in commands:
                 command.fail(unavailable("the store is closed", StoreFault.OTHER))
             return
-        self._stalled += commands
+        for command in commands:
+            size = len(command.packed)
+            if self._stalled and self._stalled_bytes + size > MAX_WAITING_BYTES:
+                detail = f"{self._stalled_bytes} bytes of commands wait for the slot map already"
+                command.fail(unavailable(detail, StoreFault.CLUSTER))
+            else:
+                self._stalled.append(command)
+                self._stalled_bytes += size
         if self._stalled:
             self.refresh_soon()
 
     def _take_stalled(self) -> list[Command]:
-        stalled, self._stalled = self._stalled, []
+        stalled, self._stalled, self._stalled_bytes = self._stalled, [], 0
         return stalled
 
     # --- the slot map
@@ -331,7 +348,7 @@ class ValkeyClient:
             return
         self._refresh_wanted = True
         if self._refreshing is None:
-            self._refreshing = asyncio.get_running_loop().create_task(self._refresh(), name="flowfabric-valkey-slots")
+            self._refreshing = start_task(self._refresh(), name="flowfabric-valkey-slots")
 
     async def _refresh(self) -> None:
         try:

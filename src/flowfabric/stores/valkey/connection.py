@@ -17,12 +17,13 @@ from contextlib import suppress
 from typing import Protocol
 
 from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.event_loop import start_task
 from flowfabric.settings import Deadlines
 from flowfabric.stores.valkey.errors import ReplyError, unavailable
 from flowfabric.stores.valkey.session import SLOW_S, Command, Confirmation, Endpoint, Session, open_session
 
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5  # between attempts to connect
-MAX_WAITING_BYTES = 64 << 20  # of commands that wait for a connection; one command of any size is accepted
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5  # pause between attempts to connect
+MAX_WAITING_BYTES = 64 << 20  # size of the commands that wait for a connection; one command of any size is accepted
 
 _RANDOM = random.SystemRandom()  # does not disturb the application's seeded generator
 
@@ -94,7 +95,7 @@ class Connection:
             self._waiting.append(command)
             self._waiting_bytes += size
             if session is None and self._connecting is None:
-                self._connecting = asyncio.get_running_loop().create_task(self._connect(), name="flowfabric-valkey")
+                self._connecting = start_task(self._connect(), name="flowfabric-valkey")
 
     def drop(self, reason: str) -> None:
         """Close the TCP connection; sent commands have an unknown outcome then."""
@@ -128,18 +129,18 @@ class Connection:
     def lose(
         self, session: Session, sent: Sequence[Command], unsent: Sequence[Command], error: StoreUnavailable
     ) -> None:
-        """Hand over the commands of a TCP connection that has ended."""
+        """Return the commands of a TCP connection that has ended to the owner."""
         if self._session is session:
             self._session = None
             self._waiting.extendleft(reversed(unsent))  # they go first on the next connection
             self._waiting_bytes += sum(len(command.packed) for command in unsent)
             self._give_up_late()
             if self._waiting and not self._closed and self._connecting is None:
-                self._connecting = asyncio.get_running_loop().create_task(self._connect(), name="flowfabric-valkey")
+                self._connecting = start_task(self._connect(), name="flowfabric-valkey")
         self._owner.handle_lost(sent, error, sent=True)
 
     def _give_up_late(self) -> None:
-        """Hand over commands that have waited for longer than a reply may take."""
+        """Return commands to the owner that have waited for longer than a reply may take."""
         limit_s = self.deadlines.command_s
         now = asyncio.get_running_loop().time()
         late = [command for command in self._waiting if limit_s and now - command.began_at >= limit_s]
@@ -151,7 +152,7 @@ class Connection:
             self._owner.handle_lost(late, unavailable(detail, StoreFault.TIMEOUT), sent=False)
 
     def refill(self, session: Session) -> None:
-        """Send what waits, as far as the session has room."""
+        """Send the waiting commands, as far as the session has capacity."""
         while self._waiting and session.has_room:
             command = self._waiting.popleft()
             self._waiting_bytes -= len(command.packed)
@@ -169,7 +170,7 @@ class Connection:
         self._owner.handle_slow()
 
     async def _connect(self) -> None:
-        """Connect once; if that fails, hand over everything that waits."""
+        """Connect once; if that fails, return everything that waits to the owner."""
         loop = asyncio.get_running_loop()
         self._slow_timer = loop.call_later(SLOW_S, self._report_slow_attempt)
         try:

@@ -9,6 +9,7 @@ from flowfabric.model.deployment import ServerReport
 from flowfabric.stores.valkey.address import ValkeyAddress
 from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.node import Node
+from flowfabric.stores.valkey.node_load import measure_nodes
 from flowfabric.stores.valkey.server_checks import inspect_servers, warnings
 
 NO_AOF = "a restart of a server loses everything: it has no append-only file"
@@ -19,14 +20,15 @@ FAILOVER_LOSES = "a failover loses acknowledged writes that the replica did not 
 FAILOVER_SAFE = "an acknowledged write survives a failover, unless primary and replica die together"
 
 
-async def report(client: ValkeyClient) -> ServerReport:
-    """Ask the servers for their settings."""
+async def report(client: ValkeyClient, flow_partitions: int) -> ServerReport:
+    """Ask the servers for their settings and their load."""
     facts = await inspect_servers(client)
     policies = set(await asyncio.gather(*map(_fsync_policy, client.primaries())))
     has_aof = all(server.has_aof for server in facts)
     return ServerReport(
         durability=describe(client.address, has_aof=has_aof, policies=policies),
         warnings=warnings(facts, client.address),
+        nodes=await measure_nodes(client, flow_partitions),
     )
 
 

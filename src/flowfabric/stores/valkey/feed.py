@@ -1,19 +1,23 @@
 """The feed: events of all partitions in an order that never changes, and the histories of executions.
 
 Every call of a function that emits events adds one entry to the stream of its partition. Nothing else is done for the
-feed when a change is committed. Whoever reads the feed first numbers the entries that are not numbered yet: it reads
+feed when a change is committed. The first reader of the feed numbers the entries that are not numbered yet: it reads
 them, and appends a reference to each to `{ff}:feed`. The function `number` does this only if nobody else has done it
 meanwhile. The id of a reference is the position of the entry's first event; the following events have the following
 positions. So events are stored once, in their partition, where histories find them, and nobody pays for a feed that is
 not read.
 
-Positions follow the time of the server with `{ff}`, as `milliseconds << 20 | number`. They rise even after a failover
-that lost the newest references: their events are numbered again, and a subscriber sees them again.
+Positions follow the time of the server with `{ff}`, as `milliseconds << 20 | number`. A failover may lose the newest
+references, and the clock of the new primary may be behind. Therefore positions leap by a minute whenever that server
+begins another lineage (its replication id, which changes at every failover and restart): the lost references are made
+again with positions that no subscriber has passed, and a subscriber sees their events again.
 
 A partition that lost its newest entries in a failover might give their ids to new entries, which would seem numbered.
-So the last id that each partition gave is compared from time to time with the last one that was numbered (`CHECK_S`).
-If it is lower, the entries of the last `REREAD_MS` are compared with the references one by one, and the ids of the
-partition continue after those that were numbered.
+So the last numbered id is kept with the lineage of the server that had it. If the lineage differs and the partition
+does not have the last numbered entry any more, its ids are set to continue after the numbered one, and the entries of
+the minute before (`REREAD_MS`) are compared with the references one by one, by id and checksum: those without a
+reference are numbered now. The same is done if the last id that a partition gave is below the numbered one, which is
+compared from time to time (`CHECK_S`).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -32,11 +37,12 @@ from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.reads.reader import Reader
 from flowfabric.stores.valkey.registry import Registry
 from flowfabric.stores.valkey.rows.codec import decode_event, event_key
+from flowfabric.stores.valkey.server_checks import parse_info
 
 FEED, FROM, LOST = "{ff}:feed", "{ff}:from", "{ff}:lost"
 PAGE = 500  # entries or references that one command reads
-MAX_ENTRIES = 10_000  # of a partition, that a trim leaves
-MAX_TRIMMED = 5_000  # references that a trim looks at
+MAX_ENTRIES = 10_000  # entries of a partition that a trim leaves
+MAX_TRIMMED = 5_000  # references that a trim reads
 CHECK_S = 5.0
 REREAD_MS = 60_000
 _SEQUENCE_BITS = 20
@@ -46,12 +52,22 @@ Entry = tuple[int, list[bytes]]  # the instant of an entry, and its events
 
 
 class _Reference(msgspec.Struct, frozen=True, gc=False):
-    """A numbered entry: the position of its first event, its partition, its id there and the number of its events."""
+    """A numbered entry: the position of its first event, its partition, its id there, and what it contained."""
 
     position: int
     home: HomeTag
     id: str
-    count: int
+    count: int  # of events
+    checksum: int
+
+
+class _Numbered(msgspec.Struct, frozen=True, gc=False):
+    """How far a partition is numbered: the last numbered entry, and the lineage of the server that had it."""
+
+    value: str  # as it is stored: id, lineage and checksum; empty if nothing is numbered
+    id: str = ""
+    lineage: str = ""
+    checksum: str = ""
 
 
 class Feed:
@@ -90,7 +106,8 @@ class Feed:
                     if fed.position > after and getattr(fed.event, TOPIC_FIELDS[topic]) is not None
                 ]
             if len(references) < PAGE:
-                position = max(after, end)
+                # References after `end` were added since it was read; none can come before one that was read.
+                position = max(after, end, events[-1].position if events else 0)
                 break
             first = _id_of(references[-1].position + 1)
         if len(events) >= limit:
@@ -154,7 +171,9 @@ class Feed:
 
     async def _remove(self, gone: Sequence[_Reference], lost: dict[str, int]) -> None:
         """Delete entries, then note the loss and delete their references; a reader between sees a gap."""
-        last = {reference.home: reference.id for reference in gone}
+        last: dict[HomeTag, str] = {}
+        for one in gone:  # entries that were numbered again come after later ones
+            last[one.home] = max(last.get(one.home, _START), one.id, key=_position_of)
         await asyncio.gather(
             *(self._client.call(home, "XTRIM", f"{home}:f", "MINID", "=", _next(id_)) for home, id_ in last.items())
         )
@@ -171,17 +190,18 @@ class Feed:
         await self._registry.refresh()
         read: dict[tuple[HomeTag, str], Entry] = {}
         homes = sorted(self._registry.homes)
-        if monotonic() - self._checked_at > CHECK_S:
-            self._checked_at = monotonic()
-            await self._check_partitions(homes)
         while homes:
-            numbered = await self._numbered_ids(homes)
-            pages = await asyncio.gather(*(self._entries(home, numbered[home]) for home in homes))
+            lineages, numbered = await asyncio.gather(self._lineages(homes), self._numbered(homes))
+            if await self._number_again(homes, numbered, lineages):
+                continue
+            pages = await asyncio.gather(*(self._entries(home, numbered[home].id) for home in homes))
+            if any(pages) and await self._lineages(homes) != lineages:
+                continue  # a failover in between: the entries may be of another lineage than the one that was read
             calls = []
             for home, page in zip(homes, pages, strict=True):
                 if page:
-                    counts = [part for id_, (_, events) in page for part in (id_, len(events))]
-                    calls.append(self._call_number(home, numbered[home], counts))
+                    value = f"{page[-1][0]} {lineages[home]} {_checksum(page[-1][1])}"
+                    calls.append(self._call_number(home, numbered[home], value, page))
                     read |= {(home, id_): entry for id_, entry in page}
             answers = await asyncio.gather(*calls)
             if 0 in answers:
@@ -189,43 +209,88 @@ class Feed:
             homes = [home for home, page in zip(homes, pages, strict=True) if len(page) == PAGE]
         return read
 
-    def _call_number(self, home: HomeTag, numbered: str, counts: Iterable[str | int]) -> asyncio.Future[Any]:
+    def _call_number(
+        self, home: HomeTag, numbered: _Numbered, value: str, entries: Iterable[tuple[str, Entry]]
+    ) -> asyncio.Future[Any]:
+        described = [part for id_, entry in entries for part in (id_, len(entry[1]), _checksum(entry))]
         name = self._functions("number")
-        return self._client.call(FROM, "FCALL", name, 2, FROM, FEED, home, numbered, *counts)
+        return self._client.call(FROM, "FCALL", name, 2, FROM, FEED, home, numbered.value, value, *described)
 
-    async def _numbered_ids(self, homes: Sequence[HomeTag]) -> dict[HomeTag, str]:
+    async def _numbered(self, homes: Sequence[HomeTag]) -> dict[HomeTag, _Numbered]:
         found = await self._client.read(FROM, "HMGET", FROM, *homes)
-        return {home: "" if id_ is None else id_.decode() for home, id_ in zip(homes, found, strict=True)}
+        values = ["" if value is None else value.decode() for value in found]
+        return {home: _Numbered(value, *value.split()) for home, value in zip(homes, values, strict=True)}
+
+    async def _lineages(self, homes: Sequence[HomeTag]) -> dict[HomeTag, str]:
+        """Return the lineages of the servers that have these partitions."""
+        nodes = {home: self._client.node_for(home) for home in homes}
+        one_of = {node: home for home, node in nodes.items()}  # whose slot the question follows after a failover
+        infos = await asyncio.gather(*(self._client.read(home, "INFO", "replication") for home in one_of.values()))
+        lineages = {
+            node: parse_info(info).get("master_replid", "")[:16] for node, info in zip(one_of, infos, strict=True)
+        }
+        return {home: lineages[node] for home, node in nodes.items()}
 
     async def _entries(self, home: HomeTag, after: str) -> list[tuple[str, Entry]]:
         first = f"({after}" if after else "-"
         found = await self._client.read(home, "XRANGE", f"{home}:f", first, "+", "COUNT", PAGE)
         return [(id_.decode(), _entry(fields)) for id_, fields in found]
 
-    async def _check_partitions(self, homes: Sequence[HomeTag]) -> None:
-        """Number what partitions added under ids that seem numbered, because a failover lost their newest entries."""
-        if not homes:
-            return
-        numbered = await self._numbered_ids(homes)
+    async def _number_again(
+        self, homes: Sequence[HomeTag], numbered: dict[HomeTag, _Numbered], lineages: dict[HomeTag, str]
+    ) -> bool:
+        """Number what partitions added under ids that seem numbered, because a failover lost their newest entries.
+
+        Return True if the numbered ids have to be read again.
+        """
+        suspect = {home for home in homes if numbered[home].id and numbered[home].lineage != lineages[home]}
+        if monotonic() - self._checked_at > CHECK_S:
+            self._checked_at = monotonic()
+            suspect |= await self._partitions_behind(homes, numbered)
+        for home in sorted(suspect):
+            last = numbered[home]
+            missing: list[tuple[str, Entry]] = []
+            if not await self._has_last(home, last):
+                # First of all, so that no entry is added below the numbered id after the entries were read.
+                name = self._functions("rewind")
+                await self._client.call(home, "FCALL", name, 1, f"{home}:f", home, last.id)
+                missing = await self._entries_without_reference(home, last.id)
+            # The last id stays the numbered one, after which the partition continues. If another process was first,
+            # the value differs and nothing is numbered twice.
+            await self._call_number(home, last, f"{last.id} {lineages[home]} {last.checksum}", missing)
+        return bool(suspect)
+
+    async def _has_last(self, home: HomeTag, last: _Numbered) -> bool:
+        """True if a partition still has the last entry that was numbered: then it has lost none that was."""
+        found = await self._client.read(home, "XRANGE", f"{home}:f", last.id, last.id)
+        return bool(found) and str(_checksum(_entry(found[0][1]))) == last.checksum
+
+    async def _partitions_behind(self, homes: Sequence[HomeTag], numbered: dict[HomeTag, _Numbered]) -> set[HomeTag]:
+        """Return the partitions whose last id is below the last numbered one."""
         name = self._functions("tail")
         tails = await asyncio.gather(
             *(self._client.read(home, "FCALL_RO", name, 1, f"{home}:f", home) for home in homes)
         )
-        for home, tail in zip(homes, tails, strict=True):
-            if numbered[home] and _position_of(tail.decode()) < _position_of(numbered[home]):
-                await self._number_again(home, numbered[home])
+        pairs = zip(homes, tails, strict=True)
+        return {h for h, tail in pairs if numbered[h].id and _position_of(tail.decode()) < _position_of(numbered[h].id)}
 
-    async def _number_again(self, home: HomeTag, numbered: str) -> None:
-        since = max(0, int(numbered.partition("-")[0]) - REREAD_MS)
-        found = await self._client.read(home, "XRANGE", f"{home}:f", since, "+")
-        known = {reference.id for reference in await self._all_references(f"{since}-0") if reference.home == home}
-        name = self._functions("rewind")
-        await self._client.call(home, "FCALL", name, 1, f"{home}:f", home, numbered)
-        unknown = [(id_.decode(), _entry(fields)) for id_, fields in found if id_.decode() not in known]
-        if unknown:
-            counts = [part for id_, (_, events) in unknown for part in (id_, len(events))]
-            # The last id stays the numbered one, after which the partition continues.
-            await self._call_number(home, numbered, [*counts, numbered, 0])
+    async def _entries_without_reference(self, home: HomeTag, last: str) -> list[tuple[str, Entry]]:
+        """Return the entries of the minute before an id that no reference names."""
+        since = max(0, _ms_of(last) - REREAD_MS)
+        entries: list[tuple[str, Entry]] = []
+        first = f"{since}-0"
+        while True:
+            found = await self._client.read(home, "XRANGE", f"{home}:f", first, last, "COUNT", PAGE)
+            entries += [(id_.decode(), _entry(fields)) for id_, fields in found]
+            if len(found) < PAGE:
+                break
+            first = f"({entries[-1][0]}"
+        if not entries:
+            return []
+        # Positions are never behind ids by more than the clocks differ.
+        references = await self._all_references(f"{max(0, since - REREAD_MS)}-0")
+        known = {(one.id, one.checksum) for one in references if one.home == home}
+        return [one for one in entries if (one[0], _checksum(one[1])) not in known]
 
     async def _all_references(self, first: str) -> list[_Reference]:
         found: list[_Reference] = []
@@ -245,9 +310,9 @@ class Feed:
         found = await self._client.read(FEED, "XRANGE", FEED, first, "+", "COUNT", count)
         references = []
         for id_, fields in found:
-            home, entry, number = fields[1::2]
+            home, entry, number, checksum = fields[1::2]
             position = _position_of(id_.decode())
-            references.append(_Reference(position, HomeTag(home.decode()), entry.decode(), int(number)))
+            references.append(_Reference(position, HomeTag(home.decode()), entry.decode(), int(number), int(checksum)))
         return references
 
     async def _contents(
@@ -256,19 +321,28 @@ class Feed:
         """Return the entries; None for one that is gone."""
 
         async def content(reference: _Reference) -> Entry | None:
-            if (entry := known.get((reference.home, reference.id))) is not None:
-                return entry
-            if not reference.count:
-                return 0, []
-            key = f"{reference.home}:f"
-            found = await self._client.read(reference.home, "XRANGE", key, reference.id, reference.id)
-            return _entry(found[0][1]) if found else None
+            entry = known.get((reference.home, reference.id))
+            if entry is None:
+                key = f"{reference.home}:f"
+                found = await self._client.read(reference.home, "XRANGE", key, reference.id, reference.id)
+                entry = _entry(found[0][1]) if found else None
+            # After a failover another entry may have the id of one that was lost.
+            return entry if entry is not None and _checksum(entry) == reference.checksum else None
 
         return await asyncio.gather(*map(content, references))
 
 
 def _entry(fields: Sequence[bytes]) -> Entry:
     return int(fields[1]), list(fields[3::2])
+
+
+def _checksum(entry: Entry) -> int:
+    at, blobs = entry
+    return crc32(b"".join(blobs), at & 0xFFFFFFFF)
+
+
+def _ms_of(id_: str) -> int:
+    return int(id_.partition("-")[0])
 
 
 def _expand(reference: _Reference, entry: Entry) -> list[FeedEvent]:

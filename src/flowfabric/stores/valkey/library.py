@@ -15,25 +15,26 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.execution import Execution
+from flowfabric.model.execution import Execution, Payload
 from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, ValkeyTable
 
 PREFIX = "ff_"  # begins the names of all our libraries
 
-_FILES = ("numbers", "rows", "templates", "commit", "claim", "reads", "feed")
+_FILES = ("numbers", "rows", "templates", "packed", "alike", "commit", "claim", "reads", "feed")
 _WRITERS = {"commit": "commit", "claim": "claim", "renew": "renew", "number": "number", "rewind": "rewind"}
 _READERS = {
     "load": "load",
     "due": "due",
     "range": "range",
     "values": "values",
+    "kinds": "kinds",
     "count": "count",
     "heads": "queue_heads",
     "history": "history",
     "tail": "tail",
 }
 _WITH_HISTORY = {"ff_exec_core", "ff_flow_core"}
-_NAMED_PLACES = ("lease_id", "lease_epoch", "lease_expires_at", "granted_until")
+_NAMED_PLACES = ("attempt_id", "lease_id", "lease_epoch", "lease_expires_at", "granted_until")
 
 
 class Library(msgspec.Struct, frozen=True):
@@ -66,7 +67,8 @@ def make_library(body: str) -> Library:
 
 def _catalog() -> str:
     tables = ",\n".join(f"  {_lua(_table(table))}" for table in VALKEY_TABLES.values())
-    return f"local EXECUTIONS = {VALKEY_TABLES[Execution].number}\nlocal TABLES = {{\n{tables}\n}}\n"
+    numbers = f"local EXECUTIONS, PAYLOADS = {VALKEY_TABLES[Execution].number}, {VALKEY_TABLES[Payload].number}"
+    return f"{numbers}\nlocal TABLES = {{\n{tables}\n}}\n"
 
 
 def _table(table: ValkeyTable) -> dict[str, Any]:
@@ -78,12 +80,20 @@ def _table(table: ValkeyTable) -> dict[str, Any]:
         "revision": table.revision_place,
         "bytes": table.bytes_place,
         "indexes": [
-            {"name": index.suffix, "place": index.place, "score": index.is_score, "rank": index.rank_place}
+            {
+                "name": index.suffix,
+                "place": index.place,
+                "parts": index.key_parts or None,
+                "score": index.is_score,
+                "rank": index.rank_place,
+            }
             for index in table.indexes.values()
         ],
     }
     if table.table.row is Execution:
         described |= {name: table.place[name] for name in _NAMED_PLACES}
+    if table.table.row is Payload:
+        described["execution_kind"] = table.place["execution_kind"]
     return described
 
 

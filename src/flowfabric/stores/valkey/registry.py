@@ -5,7 +5,7 @@ for the first time, in the same flush and without waiting: on one server the reg
 cluster a process may die after the write and before the registration. So every process compares the partitions with the
 registry from time to time (`VERIFY_S`) and adds what is missing.
 
-A version that every registration raises tells other processes when to read the registry again.
+Every registration raises a version, by which other processes know when to read the registry again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from flowfabric.errors import FabricError
+from flowfabric.event_loop import start_task
 from flowfabric.ids import PartitionCounts
 from flowfabric.model.execution import MISSING_QUEUE, Execution, QueueKey
 from flowfabric.stores.homes import GLOBAL_HOME, HomeTag
@@ -59,7 +60,7 @@ class Registry:
     # Queues
 
     def digest_of(self, queue: QueueKey) -> str:
-        """Return the digest that stands for a queue in rows and indexes."""
+        """Return the digest of a queue, by which rows and indexes name it."""
         digest = self._digests.get(queue)
         if digest is None:
             if queue == MISSING_QUEUE:
@@ -147,13 +148,13 @@ class Registry:
             self._homes.update(HomeTag(home.decode()) for home in homes)
         if monotonic() - self._verified_at > VERIFY_S and self._verifying is None:
             self._verified_at = monotonic()
-            self._verifying = asyncio.create_task(self._verify_quietly())
+            self._verifying = start_task(self._verify_quietly())
 
     async def _verify_quietly(self) -> None:
         try:
             await self.verify()
         except FabricError:
-            pass  # the next one will tell
+            pass  # the next refresh will find it
         finally:
             self._verifying = None
 

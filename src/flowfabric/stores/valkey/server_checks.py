@@ -27,7 +27,7 @@ from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.errors import unavailable
 from flowfabric.stores.valkey.node import Node
 
-OLDEST_VERSION = (7, 0)  # of Redis; every Valkey is newer
+OLDEST_VERSION = (7, 0)  # version of Redis; every Valkey is newer
 MAX_CLOCK_SKEW_MS = 2000
 NOTABLE_CLOCK_SKEW_MS = 200
 
@@ -43,7 +43,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     maxmemory_policy: str
     has_aof: bool
     has_waitaof: bool
-    replicas: int  # that are connected and follow
+    replicas: int  # replicas that are connected and follow
     clock_ms: tuple[float, float]  # its clock minus ours: at least, at most
 
     @property
@@ -90,7 +90,8 @@ def refuse_unfit(facts: Sequence[ServerFacts], address: ValkeyAddress) -> None:
             raise _unfit(server, "durability=fsync needs an append-only file; set appendonly to yes")
     if (skew_ms := clock_skew_ms(facts)) > MAX_CLOCK_SKEW_MS:
         raise Unavailable(
-            "open", f"the clocks of the Valkey servers differ by {skew_ms / 1000:.1f} s; synchronize them (NTP)"
+            "check_servers",
+            f"the clocks of the Valkey servers differ by {skew_ms / 1000:.1f} s; synchronize them (NTP)",
         )
 
 
@@ -123,7 +124,7 @@ async def _inspect(node: Node) -> ServerFacts:
     seconds, micros = await node.read("TIME")
     ended = loop.time()
     server_ms = int(seconds) * 1000 + int(micros) / 1000
-    info = _parse_info(await node.read("INFO"))
+    info = parse_info(await node.read("INFO"))
     (waitaof,) = await node.read("COMMAND", "INFO", "WAITAOF")
     return ServerFacts(
         address=str(node),
@@ -139,10 +140,11 @@ async def _inspect(node: Node) -> ServerFacts:
     )
 
 
-def _parse_info(reply: bytes) -> dict[str, str]:
+def parse_info(reply: bytes) -> dict[str, str]:
+    """Return the fields of a reply to INFO."""
     lines = reply.decode(errors="replace").splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def _unfit(server: ServerFacts, reason: str) -> Unavailable:
-    return Unavailable("open", f"{server.address}: {reason}")
+    return Unavailable("check_servers", f"{server.address}: {reason}")

@@ -28,8 +28,8 @@ from flowfabric.stores.valkey.errors import ReplyError, translate_reply, unavail
 Reply: TypeAlias = Any  # bytes, int, None, or a list of these
 Argument: TypeAlias = "str | bytes | int | float"
 
-MAX_WRITE_BYTES = 1 << 20  # handed to the socket at once; what exceeds it waits, and can still be sent elsewhere
-SLOW_S = 1.0  # after which the owner is told that a node is slow
+MAX_WRITE_BYTES = 1 << 20  # of one write to the socket; further commands wait, and can still be sent elsewhere
+SLOW_S = 1.0  # time without a reply, after which the owner is notified that a node is slow
 ASKING = pack_command(("ASKING",))
 
 _NOT_ENOUGH = object()
@@ -50,8 +50,8 @@ class Command:
         self.slot = slot  # None: for this node, whatever slots it serves
         self.is_read = is_read  # it may be repeated after a lost reply
         self.asking = False  # the next node is asked with ASKING, once
-        self.redirects = 0  # and other reasons why it was sent again
-        self.loads = 0  # of the library, because a node did not know the function
+        self.redirects = 0  # how often it was sent again, for a redirect or another reason
+        self.loads = 0  # loads of the library, because a node did not know the function
 
     def succeed(self, reply: Reply) -> None:
         """Give the caller its reply, unless the caller has left."""
@@ -119,7 +119,7 @@ class SessionOwner(Protocol):
         ...
 
     def refill(self, session: Session) -> None:
-        """Send what waits, as far as the session has room."""
+        """Send the waiting commands, as far as the session has capacity."""
         ...
 
     def lose(

@@ -41,7 +41,7 @@ def parse_slot_map(reply: Reply, asked: Location) -> list[SlotRange]:
 
 
 def parse_redirect(text: str, asked: Location) -> tuple[int, Location]:
-    """Return slot and target of `MOVED 3999 127.0.0.1:6381`; without a host it is that of the node that was asked."""
+    """Return slot and target of `MOVED 3999 127.0.0.1:6381`; without a host it is that of the node that replied."""
     _, slot, address = text.split(" ")[:3]
     host, _, port = address.rpartition(":")
     return int(slot), (host.strip("[]") or asked[0], int(port))

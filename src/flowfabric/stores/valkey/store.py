@@ -3,7 +3,7 @@
 Everything that a partition holds is in keys with its tag, so it is on one node, and one function call changes it
 atomically. A commit is one call for each partition that it touches; each declares all keys that it may touch, because a
 slot that is being moved must either have all of them or refuse the call. Functions check first and write last, because
-nothing is rolled back (`lua/commit.lua`).
+the server rolls nothing back (`lua/commit.lua`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from flowfabric.settings import Deadlines
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult, LeaseRef
 from flowfabric.stores.homes import HomeTag, home_of
 from flowfabric.stores.port import SchemaVersion
-from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, SearchPage, Where
+from flowfabric.stores.queries import Due, FeedPage, GroupedCount, Loaded, Read, Scan, Search, SearchPage, Where
 from flowfabric.stores.valkey import durability
 from flowfabric.stores.valkey.address import ValkeyAddress
-from flowfabric.stores.valkey.claims import Claimer
+from flowfabric.stores.valkey.claims import ValkeyClaims
 from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.feed import Feed
 from flowfabric.stores.valkey.library import library
+from flowfabric.stores.valkey.library_use import LibraryUse, delete_unused_libraries, ensure_library
 from flowfabric.stores.valkey.notifier import ValkeyNotifier
 from flowfabric.stores.valkey.reads.reader import Reader
 from flowfabric.stores.valkey.reads.scans import Scanner
+from flowfabric.stores.valkey.reads.search import Searcher
 from flowfabric.stores.valkey.registry import Registry
 from flowfabric.stores.valkey.rows.batch import PartitionBatch, partition_batches
 from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, integer
 from flowfabric.stores.valkey.rows.templates import RENEWAL_PARAMETERS, condition_form, template_form
-from flowfabric.stores.valkey.schema import ensure_library, ensure_schema
+from flowfabric.stores.valkey.schema import ensure_schema
 from flowfabric.stores.valkey.server_checks import check_servers
 from flowfabric.stores.verdicts import Unstorable, Verdict
 
@@ -55,6 +57,8 @@ class ValkeyStore:
     tag = BackendTag.VALKEY
     concurrent_commits = 4
     batch_limit = 200
+    deletes_in_pages = True
+    claim_parts = 2
     executes_in_order = True
 
     def __init__(self, address: ValkeyAddress, clock: Clock | None = None, deadlines: Deadlines | None = None) -> None:
@@ -67,11 +71,13 @@ class ValkeyStore:
         self.registry = Registry(self.client, functions)
         self._reader = Reader(self.client, self.registry, functions, clock)
         self._scanner = Scanner(self.client, self.registry, self._reader, functions)
-        self._claimer = Claimer(self.client, self.registry, self._reader, functions)
+        self._searcher = Searcher(self.client, self._reader, functions)
+        self._claimer = ValkeyClaims(self.client, self.registry, self._reader, functions)
         self._feed = Feed(self.client, self.registry, self._reader, functions)
         self._notifier = ValkeyNotifier(self.client)
+        self._library_use = LibraryUse(self.client, self._library)
         self._counts = DEFAULT_PARTITIONS
-        self.warnings: list[str] = []  # about the settings of the servers, when the store was opened
+        self.warnings: list[str] = []  # warnings about the settings of the servers when the store was opened
 
     async def open(self, *, migrate: bool, partitions: PartitionCounts = DEFAULT_PARTITIONS) -> SchemaVersion:
         self._counts = self._reader.counts = partitions
@@ -82,6 +88,10 @@ class ValkeyStore:
             _LOG.warning(warning)
         await ensure_library(self.client, self._library)
         schema = await ensure_schema(self.client, migrate=migrate)
+        self._library_use = LibraryUse(self.client, self._library)
+        self._library_use.note()
+        if migrate and (deleted := await delete_unused_libraries(self.client, self._library)):
+            _LOG.info("deleted the functions of releases that were not used for a day: %s", ", ".join(deleted))
         await self.registry.refresh()
         return schema
 
@@ -99,12 +109,13 @@ class ValkeyStore:
         return None
 
     async def server_report(self) -> ServerReport:
-        """Return what acknowledged writes survive with the settings of the servers."""
-        return await durability.report(self.client)
+        """Return what acknowledged writes survive with the settings of the servers, and how busy they are."""
+        return await durability.report(self.client, self._counts.flow)
 
     # Writes
 
     async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
+        self._library_use.note()
         verdicts: list[Verdict] = [None] * len(changes)
         batches, faults = partition_batches(changes, self._counts, self.registry.digest_of)
         for ordinal, fault in faults.items():
@@ -113,9 +124,12 @@ class ValkeyStore:
         for batch in batches:  # without an await: a claim that is called next is executed next
             registering += self.registry.register(batch.home, batch.queues)
             sent.append(self._send(batch, now))
-        if topics and batches:
-            self._notifier.notify(topics, batches[-1].home)
+        if topics:
+            self._notifier.notify_behind(topics, (batch.home for batch in batches))
+        resent = self.client.resent
         replies = await asyncio.gather(*sent, *registering, return_exceptions=True)
+        if topics and batches and self.client.resent != resent:
+            self._notifier.notify(topics)  # the first message may have come before a commit that was sent again
         for batch, reply in zip(batches, _checked(replies[: len(sent)]), strict=True):
             self._assign(batch, reply, verdicts)
         return verdicts
@@ -139,6 +153,7 @@ class ValkeyStore:
         return CommitAndClaimResult(await self.commit(changes, topics), [])
 
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
+        self._library_use.note()
         return await self._claimer.claim(request)
 
     async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
@@ -174,8 +189,11 @@ class ValkeyStore:
     async def scan(self, scan: Scan) -> list[Any]:
         return await self._scanner.scan(scan)
 
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        return await self._scanner.search(scan, budget)
+    async def search(self, search: Search) -> SearchPage:
+        return await self._searcher.search(search)
+
+    async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
+        return await self._searcher.kinds(execution_ids)
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         return await self._scanner.count_grouped(query)
@@ -234,4 +252,4 @@ def _checked(replies: Sequence[Any]) -> Sequence[Any]:
     first = unavailable[0]
     if any(failure.in_doubt for failure in unavailable) or len(failures) == len(replies):
         raise next((failure for failure in unavailable if failure.in_doubt), first)
-    raise StoreUnavailable(first.detail, backend=first.backend, source=first.source, in_doubt=True) from first
+    raise first.with_unknown_outcome() from first

@@ -1,7 +1,7 @@
 """A subscription to channels: one connection of its own that reconnects.
 
 Messages that were published while it was not connected are lost. So after every reconnect `on_reconnect` is called
-once the server has confirmed the subscription: whoever relies on messages polls then.
+once the server has confirmed the subscription: a caller that relies on messages polls then.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from contextlib import suppress
 from libvalkey import ProtocolError, Reader, pack_command
 
 from flowfabric.errors import StoreFault, StoreUnavailable
+from flowfabric.event_loop import start_task
 from flowfabric.settings import Deadlines
 from flowfabric.stores.valkey.connection import MAX_BACKOFF_S
 from flowfabric.stores.valkey.errors import ReplyError, unavailable
 from flowfabric.stores.valkey.session import Endpoint, Reply
 
 PING = pack_command(("PING",))
-PING_SHARE = 0.4  # of `command_s`: the silence after which the connection is checked
+PING_SHARE = 0.4  # share of `command_s`: the silence after which the connection is checked
 UNLIMITED_S = 10.0  # instead of `command_s` if that is unlimited
 _NOT_ENOUGH = object()
 _LOG = logging.getLogger("flowfabric.store")
 
 
-class Subscription:
+class ChannelSubscription:
     """Receives the messages of some channels."""
 
     def __init__(
@@ -47,9 +48,7 @@ class Subscription:
 
     def start(self, endpoint: Callable[[], Endpoint], deadlines: Deadlines) -> None:
         """Connect in the background to the endpoint that is named then."""
-        self._task = asyncio.get_running_loop().create_task(
-            self._run(endpoint, deadlines), name="flowfabric-valkey-subscription"
-        )
+        self._task = start_task(self._run(endpoint, deadlines), name="flowfabric-valkey-subscription")
 
     def leave_unless(self, locations: Container[tuple[str, int]]) -> None:
         """Reconnect unless the present node is one of these: one that was removed from a cluster hears nothing."""

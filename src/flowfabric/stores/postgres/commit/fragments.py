@@ -38,7 +38,7 @@ from flowfabric.stores.postgres.commit.parameters import (
     VALUE_LIST,
     list_parameter,
 )
-from flowfabric.stores.postgres.sql import ParameterNumbering, RowType, column_list, column_type
+from flowfabric.stores.postgres.sql import HOT_ROWS, ParameterNumbering, RowType, column_list, column_type, row_sql
 
 LockMode = Literal["update", "share", "none"]
 
@@ -56,7 +56,7 @@ BOUND_TYPES = {"not_before": "bigint", "not_after": "bigint"}
 
 CLOCK_SQL = "coalesce({given}, floor(extract(epoch from clock_timestamp()) * 1000)::bigint)"
 COMMIT_TIME_SQL = "(select now from verdict)"
-NEXT_BATCH_ID_SQL = "select nextval('ff_batch_batch_id_seq') as batch_id"  # to be drawn when all locks are held
+NEXT_BATCH_ID_SQL = "select nextval('ff_batch_batch_id_seq') as batch_id"  # drawn when all locks are held
 INSERT_POINTER_SQL = "insert into ff_told_in (execution_id, batch_id)"
 # The ids of the last 1000 batches with an event of this row, the new batch included.
 APPEND_POINTER_SQL = (
@@ -89,6 +89,11 @@ class ParameterRows:
         lists = ", ".join(list_parameter(self._parameters, kind, encoding) for _, kind, encoding in self._lists)
         return f"unnest({lists}) with ordinality as x ({column_list(name for name, _, _ in self._lists)}, ordinal)"
 
+    @property
+    def has_lists(self) -> bool:
+        """True if there may be several rows."""
+        return bool(self._lists)
+
     def _column_sql(self, name: str, kind: str, encoding: int) -> str:
         if not encoding:
             return "null"
@@ -113,7 +118,7 @@ class GuardFragment(NamedTuple):
     expected: Expected | None  # the expected values, in place of a revision
     has_leases: bool
     implicit_numbers: bool
-    encodings: tuple[int, ...]  # of the key, the revision or the `per_row` columns, and the lease columns if any
+    encodings: tuple[int, ...]  # encodings of the key, of the revision or `per_row` columns, and of lease columns
 
     def sql(self, name: str, previous: str | None, parameters: ParameterNumbering) -> str:
         """Return a CTE with `change_no` and `holds` per guard, and the lease expiry, which the clock decides later."""
@@ -126,15 +131,14 @@ class GuardFragment(NamedTuple):
         if self.has_leases:
             types |= LEASE_TYPES
         params = ParameterRows(parameters, self.implicit_numbers, _columns(types, self.encodings))
-        found = f"from {table.name} r where " + " and ".join(f'r."{key}" = {params[f"key {key}"]}' for key in table.key)
-        if previous:
-            # Lock the rows of the previous guard first.
-            found += f" and (select count(*) from {previous}) >= 0"
+        key = [params[f"key {name}"] for name in table.key]
+        # Lock the rows of the previous guard first.
+        after = f" and (select count(*) from {previous}) >= 0" if previous else ""
         if self.lock == "none":
+            found = row_sql("r.ctid", table, key, after)
             return (
-                f"{name} as materialized (select {params.change_no} as change_no, t.found is null as holds"
-                f" from {params.rows_sql()}"
-                f" left join lateral (select true as found {found} limit 1) t on true)"
+                f"{name} as materialized (select {params.change_no} as change_no, t.found is null as holds from"
+                f" {params.rows_sql()} left join lateral (select true as found from ({found}) r limit 1) t on true)"
             )
         if self.expected is None:
             columns, holds, lease = ["revision"], f"{params['revision']} = t.revision", ""
@@ -151,7 +155,7 @@ class GuardFragment(NamedTuple):
         return (
             f"{name} as materialized (select {params.change_no} as change_no, coalesce({holds}, false) as holds{lease}"
             f" from {params.rows_sql()}"
-            f" left join lateral (select {column_list(columns, 'r.')} {found} for {self.lock}) t on true)"
+            f" left join lateral ({row_sql(column_list(columns, 'r.'), table, key, after)} for {self.lock}) t on true)"
         )
 
     def verdict_sql(self, name: str) -> str:
@@ -199,7 +203,7 @@ class UpdateFragment(NamedTuple):
     columns: tuple[str, ...]
     unless_set: str | None
     implicit_numbers: bool
-    encodings: tuple[int, ...]  # of the key, and of the columns
+    encodings: tuple[int, ...]  # encodings of the key and of the columns
 
     def sql(self, parameters: ParameterNumbering) -> str:
         table = TABLE[self.row]
@@ -219,15 +223,41 @@ class InsertFragment(NamedTuple):
     row: RowType
     is_upsert: bool
     implicit_numbers: bool
-    encodings: tuple[int, ...]  # of all columns
+    encodings: tuple[int, ...]  # encodings of all columns
+
+    @property
+    def is_hot_upsert(self) -> bool:
+        """True if existing rows are updated by `hot_upsert_sql`."""
+        return self.is_upsert and self.row in HOT_ROWS
 
     def sql(self, parameters: ParameterNumbering) -> str:
+        params, source = self._rows(parameters)
+        return self._insert_sql(params, source)
+
+    def hot_upsert_sql(self, parameters: ParameterNumbering) -> tuple[str, str]:
+        """Return an update of the rows that exist, and an insert of the others.
+
+        The check for a conflict would read all dead versions of a row. The root is locked, so no row moves meanwhile.
+        """
+        table, (params, source) = TABLE[self.row], self._rows(parameters)
+        place = row_sql("r.ctid", table, [params[name] for name in table.key])
+        sets = ", ".join(f'"{name}" = {params[name]}' for name in table.column_names if name not in table.key)
+        update = (
+            f"update {table.name} t set {sets} from {source}, lateral ({place}) k"
+            f" where t.ctid = k.ctid and {params.accepted}"
+        )
+        return update, self._insert_sql(params, source, f" and ({place}) is null")
+
+    def _rows(self, parameters: ParameterNumbering) -> tuple[ParameterRows, str]:
+        params = ParameterRows(parameters, self.implicit_numbers, _columns(COLUMN_TYPES[self.row], self.encodings))
+        return params, params.rows_sql()
+
+    def _insert_sql(self, params: ParameterRows, source: str, condition: str = "") -> str:
         table = TABLE[self.row]
-        columns = [column for column in _columns(COLUMN_TYPES[self.row], self.encodings) if column[2]]
-        params = ParameterRows(parameters, self.implicit_numbers, columns)
-        values = ", ".join(params[name] for name, _, _ in columns)
-        names = column_list(name for name, _, _ in columns)
-        into = f"insert into {table.name} ({names}) select {values} from {params.rows_sql()} where {params.accepted}"
+        given = [name for (name, _, encoding) in _columns(COLUMN_TYPES[self.row], self.encodings) if encoding]
+        values = ", ".join(params[name] for name in given)
+        into = f"insert into {table.name} ({column_list(given)}) select {values} from {source}"
+        into += f" where {params.accepted}{condition}"
         if not self.is_upsert:
             return into
         others = [name for name in table.column_names if name not in table.key]
@@ -240,7 +270,7 @@ class BulkInsertFragment(NamedTuple):
     """Inserts of one change that differ in a few columns only."""
 
     row: RowType
-    encodings: tuple[int, ...]  # of all columns
+    encodings: tuple[int, ...]  # encodings of all columns
 
     def sql(self, parameters: ParameterNumbering) -> str:
         change_no = parameters.add("int")
@@ -270,9 +300,16 @@ class DeleteFragment(NamedTuple):
         table = TABLE[self.row]
         prefix = dict(zip(table.key[: self.key_length], KEY_TYPES[self.row], strict=False))
         params = ParameterRows(parameters, self.implicit_numbers, _columns(prefix, self.encodings))
+        source = params.rows_sql()
+        if 1 < self.key_length == len(table.key) and params.has_lists:
+            # In a join the server may read all rows that share the first columns of the key, and many deleted ones.
+            # `offset 0` makes it search for each key. The root is locked, so that the row does not move meanwhile.
+            found = " and ".join(f'r."{key}" = {params[key]}' for key in prefix)
+            source += f", lateral (select r.ctid as place from {table.name} r where {found} offset 0) k"
+            return f"delete from {table.name} t using {source} where t.ctid = k.place and {params.accepted}"
         keys = "".join(f't."{key}" = {params[key]} and ' for key in prefix)
         returning = " returning t.execution_id, t.told" if self.row is Execution else ""
-        return f"delete from {table.name} t using {params.rows_sql()} where {keys}{params.accepted}{returning}"
+        return f"delete from {table.name} t using {source} where {keys}{params.accepted}{returning}"
 
     def keep_pointers_sql(self, name: str) -> list[str]:
         """Return CTEs that keep the deleted executions' pointers to batches of the event log, which outlives them."""
@@ -288,7 +325,7 @@ class TemplateFragment(NamedTuple):
 
     template: RowTemplate
     implicit_numbers: bool
-    encodings: tuple[int, ...]  # of the key and the revision
+    encodings: tuple[int, ...]  # encodings of the key and of the revision
 
     def sql(self, parameters: ParameterNumbering) -> str:
         """Return the update of the roots; it returns all columns that the template's event reads."""

@@ -39,6 +39,7 @@ from flowfabric.stores.postgres.commit.fragments import (
     ConditionFragment,
     DeleteFragment,
     EventFragment,
+    InsertFragment,
     TemplateFragment,
     WriteFragment,
 )
@@ -161,6 +162,10 @@ def compose_statement(
         ctes.append(claim.sql(parameters))
     for number, write in enumerate(writes):
         name = f"write_{number}"
+        if isinstance(write, InsertFragment) and write.is_hot_upsert:
+            update, insert = write.hot_upsert_sql(parameters)
+            ctes += [f"{name} as ({update})", f"{name}_absent as ({insert})"]
+            continue
         unless = UNLESS_CLAIMED if claim is not None and number == claim.replaced_write else ""
         ctes.append(f"{name} as ({write.sql(parameters)}{unless})")
         if isinstance(write, DeleteFragment):

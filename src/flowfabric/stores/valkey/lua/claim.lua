@@ -17,10 +17,14 @@ end
 
 -- Returns the keys of the first rows of the queues, in order.
 local function heads(s, queues, limit)
-  local line, found = s.tag .. ':exec_core:line', {}
+  local line, found = key_of(s, 'exec_core:line'), {}
   for _, queue in ipairs(queues) do
     local members = redis.call('ZRANGEBYLEX', line, '[' .. queue .. '\0', '(' .. queue .. '\1', 'LIMIT', 0, limit)
     local start = #queue + 2
+    if #queues == 1 then -- they are in order
+      for i, member in ipairs(members) do members[i] = string.sub(member, start + 16) end
+      return members
+    end
     for _, member in ipairs(members) do
       found[#found + 1] = {
         high = tonumber(string.sub(member, start, start + 7), 16),
@@ -29,29 +33,37 @@ local function heads(s, queues, limit)
       }
     end
   end
-  if #queues > 1 then table.sort(found, before) end
+  table.sort(found, before)
   local keys = {}
   for i = 1, math.min(limit, #found) do keys[i] = found[i].key end
   return keys
 end
 
+-- Returns the keys of the rows to claim, and the group of each (`alike.lua`).
 local function claimable(s, queues, wanted)
-  local limit, seen, chosen = wanted, 0, {}
-  local granted_until = TABLES[EXECUTIONS].granted_until
+  local limit, seen, chosen, chosen_groups, groups = wanted, 0, {}, {}, {}
   while true do
     local keys = heads(s, queues, limit)
     fetch(s, EXECUTIONS, keys)
     for i = seen + 1, #keys do
-      local row = get(s, EXECUTIONS, keys[i])
-      local granted = row and row.c[granted_until]
-      if row and (not granted or not less(s.now, granted)) then
+      local group = s.rows[EXECUTIONS][keys[i]] and group_of(s, groups, keys[i])
+      if group and (not group.granted or not less(s.now, group.granted)) then
+        group.count = group.count + 1
         chosen[#chosen + 1] = keys[i]
-        if #chosen == wanted then return chosen end
+        chosen_groups[#chosen] = group
+        if #chosen == wanted then return chosen, chosen_groups end
       end
     end
-    if #keys < limit or limit >= wanted + CANDIDATES then return chosen end
+    if #keys < limit or limit >= wanted + CANDIDATES then return chosen, chosen_groups end
     seen, limit = #keys, limit * 2 + 8
   end
+end
+
+local function claim_interpreted(s, key, form, parameters)
+  local row = get(s, EXECUTIONS, key)
+  apply_template(s, EXECUTIONS, key, row, form, parameters, parameters[3])
+  row.final = pack_row(TABLES[EXECUTIONS], row)
+  return row.final
 end
 
 local function claim(_, arguments)
@@ -60,17 +72,15 @@ local function claim(_, arguments)
   local queues, shared, leases = request[1], request[2], request[3]
   local result = {}
   if #leases > 0 and #queues > 0 then
-    local keys = claimable(s, queues, #leases)
+    local keys, groups = claimable(s, queues, #leases)
     if #keys > 0 then
       local payloads = redis.call('HMGET', s.tag .. ':payload', unpack(keys))
       for i, key in ipairs(keys) do
         local lease = leases[i]
         local parameters = { lease[1], lease[2], lease[3], shared[1], shared[2], shared[3] }
-        local row = get(s, EXECUTIONS, key)
-        apply_template(s, EXECUTIONS, key, row, form, parameters, lease[3])
         result[#result + 1] = key
-        row.final = pack_row(TABLES[EXECUTIONS], row)
-        result[#result + 1] = row.final
+        result[#result + 1] = claim_alike(s, groups[i], key, form, parameters)
+          or claim_interpreted(s, key, form, parameters)
         result[#result + 1] = payloads[i]
       end
       flush(s)

@@ -57,13 +57,14 @@ end
 
 -- Returns the key text that ends a member of a text index.
 local function member_key(index, member)
-  local start = string.find(member, '\0', 1, true) + 1
+  local start = after_parts(member, index.parts or 1)
   if index.rank then start = start + 16 end
   return string.sub(member, start)
 end
 
--- range: tag, table, index (0: by key), first, last, offset, limit -> { number of members, members and rows }
--- The bounds are those of ZRANGEBYLEX, or scores.
+-- range: tag, table, index (0: by key), first, last, offset, limit, '1' to read backwards
+--     -> { number of members, members and rows }
+-- The bounds are those of ZRANGEBYLEX, or scores; only an index of scores is read backwards.
 local function range(_, arguments)
   local tag, def, number = arguments[1], TABLES[tonumber(arguments[2])], tonumber(arguments[3])
   local name, index, members = tag .. ':' .. def.name .. ':k', nil, nil
@@ -71,8 +72,10 @@ local function range(_, arguments)
     index = def.indexes[number]
     name = tag .. ':' .. index.name
   end
-  local command = index and index.score and 'ZRANGEBYSCORE' or 'ZRANGEBYLEX'
-  members = redis.call(command, name, arguments[4], arguments[5], 'LIMIT', arguments[6], arguments[7])
+  local command, first, last = 'ZRANGEBYLEX', arguments[4], arguments[5]
+  if index and index.score then command = 'ZRANGEBYSCORE' end
+  if arguments[8] == '1' then command, first, last = 'ZREVRANGEBYSCORE', last, first end
+  members = redis.call(command, name, first, last, 'LIMIT', arguments[6], arguments[7])
   local keys = members
   if index and not index.score then
     keys = {}
@@ -81,6 +84,16 @@ local function range(_, arguments)
   local rows = {}
   append_rows(rows, tag .. ':' .. def.name, keys, members)
   return { #members, rows }
+end
+
+-- kinds: tag, key text … -> the kinds of executions, false for one without a payload
+local function kinds(_, arguments)
+  local tag, t, keys, found = arguments[1], TABLES[PAYLOADS], {}, {}
+  for i = 2, #arguments do keys[i - 1] = arguments[i] end
+  for i, blob in ipairs(redis.call('HMGET', tag .. ':payload', unpack(keys))) do
+    found[i] = blob and unpack_row(t, blob).c[t.execution_kind]
+  end
+  return found
 end
 
 -- values: tag, table, index, first, last, limit -> the distinct values of a text index

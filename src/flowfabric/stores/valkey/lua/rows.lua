@@ -1,6 +1,7 @@
 -- Rows: unpacked cells `c`, their number `n` (which may exceed what this release knows) and the content `b` of a
--- bytes column. An unset cell is false or nil; booleans are 0 and 1. A state holds the rows of one partition as a call sees and changes them; nothing is written before
--- `flush`.
+-- bytes column; or `packed`, as they are stored, with the index entries they will have (`entries`, or as `moves` of the
+-- entries they had). An unset cell is false or nil; booleans are 0 and 1. A state holds the rows of one partition as a
+-- call sees and changes them; nothing is written before `flush`.
 
 local function unpack_row(def, blob)
   local array, content = blob, nil
@@ -41,13 +42,25 @@ end
 
 local function open_state(tag, now)
   if now == '' then now = server_time() else now = tonumber(now) end
-  return { tag = tag, now = now, rows = {}, original = {}, dirty = {}, events = {} }
+  return {
+    tag = tag, now = now, names = {}, rows = {}, stored = {}, original = {}, dirty = {}, events = {}, instants = {},
+    shapes = {}, layouts = {},
+    entries = {}, histories = {}, -- entries of the feed that were added, and histories as they were before
+  }
+end
+
+-- Returns the name of a key of the partition.
+local function key_of(s, suffix)
+  local name = s.names[suffix]
+  if name == nil then name = s.tag .. ':' .. suffix; s.names[suffix] = name end
+  return name
 end
 
 -- Reads rows that the state does not hold yet.
 local function fetch(s, t, keys)
-  local rows = s.rows[t]
+  local rows, stored = s.rows[t], s.stored[t]
   if rows == nil then rows = {}; s.rows[t] = rows end
+  if stored == nil then stored = {}; s.stored[t] = stored end
   local missing = {}
   for i = 1, #keys do
     local key = keys[i]
@@ -58,10 +71,13 @@ local function fetch(s, t, keys)
   end
   for start = 1, #missing, 1000 do
     local stop = math.min(start + 999, #missing)
-    local blobs = redis.call('HMGET', s.tag .. ':' .. TABLES[t].name, unpack(missing, start, stop))
+    local blobs = redis.call('HMGET', key_of(s, TABLES[t].name), unpack(missing, start, stop))
     for i = start, stop do
       local blob = blobs[i - start + 1]
-      if blob then rows[missing[i]] = { packed = blob } end
+      if blob then
+        rows[missing[i]] = { packed = blob }
+        stored[missing[i]] = blob
+      end
     end
   end
 end
@@ -77,9 +93,17 @@ local function get(s, t, key)
   return row
 end
 
+-- Returns where the key begins in a text that begins with so many parts.
+local function after_parts(text, parts)
+  local start = 1
+  for _ = 1, parts do start = string.find(text, '\0', start, true) + 1 end
+  return start
+end
+
 -- Returns what an index holds for a row: an instant, or the member of a text index; nil if its first column is unset.
 local function index_entry(index, c, key)
-  local value = c[index.place] or nil
+  local value
+  if index.parts then value = string.sub(key, 1, after_parts(key, index.parts) - 2) else value = c[index.place] or nil end
   if value == nil or index.score then return value end
   if index.rank then return value .. '\0' .. hex16(c[index.rank]) .. key end
   return value .. '\0' .. key
@@ -90,14 +114,40 @@ local function touch(s, t, key)
   local original = s.original[t]
   if original == nil then original = {}; s.original[t] = original end
   if original[key] ~= nil then return end
-  local row, entries = get(s, t, key), false
-  if row then
+  local indexes, entries = TABLES[t].indexes, false
+  if s.rows[t][key] then
     entries = {}
-    for i, index in ipairs(TABLES[t].indexes) do entries[i] = index_entry(index, row.c, key) end
+    if #indexes > 0 then
+      local c = get(s, t, key).c
+      for i, index in ipairs(indexes) do entries[i] = index_entry(index, c, key) end
+    end
   end
   original[key] = entries
   s.dirty[#s.dirty + 1] = t
   s.dirty[#s.dirty + 1] = key
+end
+
+-- Notes the same about a row that is not unpacked, and whose index entries the caller knows; the members of text indexes
+-- may lack the key that ends them (`is_keyless`), so that many rows share them.
+local function touch_packed(s, t, key, entries)
+  local original = s.original[t]
+  if original == nil then original = {}; s.original[t] = original end
+  if original[key] ~= nil then return end
+  original[key] = entries
+  s.dirty[#s.dirty + 1] = t
+  s.dirty[#s.dirty + 1] = key
+end
+
+-- Returns the index entries of a touched row as they are stored; false if it was not there.
+local function stored_entries(s, t, key)
+  local entries = s.original[t][key]
+  if not entries or not entries.is_keyless then return entries end
+  local own = {}
+  for i, index in ipairs(TABLES[t].indexes) do
+    own[i] = entries[i]
+    if own[i] ~= nil and not index.score then own[i] = own[i] .. key end
+  end
+  return own
 end
 
 local function put(row, place, value)
@@ -152,58 +202,129 @@ local function write_events(s, deleted)
       ids[event.key] = event.renewed and ids[event.key] ~= 0 and 32768 or 0
     end
     local id = redis.call('XADD', feed, '*', unpack(arguments))
+    s.entries[#s.entries + 1] = id
     local ms, seq = string.match(id, '(%d+)-(%d+)')
     ms, seq = tonumber(ms), tonumber(seq)
     if #keys > 0 then
-      local old, new = redis.call('HMGET', history, unpack(keys)), {}
+      local old, new, own = redis.call('HMGET', history, unpack(keys)), {}, {}
+      for _, renewed in ipairs({ 0, 32768 }) do
+        own[renewed] = struct.pack('>I4I2I2', math.floor(ms / 65536), ms % 65536, math.min(seq, 32767) + renewed)
+      end
       for i, key in ipairs(keys) do
-        local own = struct.pack('>I4I2I2', math.floor(ms / 65536), ms % 65536, math.min(seq, 32767) + ids[key])
+        if s.histories[key] == nil then s.histories[key] = old[i] end
         new[#new + 1] = key
-        new[#new + 1] = shorten((old[i] or '') .. own)
+        new[#new + 1] = shorten((old[i] or '') .. own[ids[key]])
       end
       redis.call('HSET', history, unpack(new))
     end
   end
 end
 
--- Writes everything that the call has changed. This must not fail, because nothing is rolled back.
-local function flush(s)
-  local hset, hdel, zadd, zrem, deleted = {}, {}, {}, {}, {}
+-- Notes the histories of rows that are about to be deleted.
+local function remember_histories(s, deleted)
+  local keys = {}
+  for key in pairs(deleted) do keys[#keys + 1] = key end
+  for start = 1, #keys, 1000 do
+    local stop = math.min(start + 999, #keys)
+    local found = redis.call('HMGET', s.tag .. ':h', unpack(keys, start, stop))
+    for i = start, stop do s.histories[keys[i]] = found[i - start + 1] end
+  end
+end
+
+-- Restores everything as it was before the first write. Each command is tried, whatever became of the others.
+local function undo(s, added)
+  local hset, hdel, zadd, zrem, history = {}, {}, {}, {}, s.tag .. ':h'
+  for name, arguments in pairs(added) do
+    for i = 2, #arguments, 2 do collect(zrem, name, arguments[i]) end
+  end
   for i = 1, #s.dirty, 2 do
     local t, key = s.dirty[i], s.dirty[i + 1]
-    local def, row, old = TABLES[t], s.rows[t][key], s.original[t][key]
-    local name = s.tag .. ':' .. def.name
-    if row then
-      collect(hset, name, key, row.final or pack_row(def, row))
-      if def.listed and not old then collect(zadd, name .. ':k', 0, key) end
+    local def, old, name = TABLES[t], stored_entries(s, t, key), key_of(s, TABLES[t].name)
+    if old then
+      collect(hset, name, key, s.stored[t][key])
+      if def.listed then collect(zadd, name .. ':k', 0, key) end
       for j, index in ipairs(def.indexes) do
-        local before, after = old and old[j], index_entry(index, row.c, key)
-        if before == false then before = nil end
-        if before ~= after then
-          local indexed = s.tag .. ':' .. index.name
-          if before ~= nil and (after == nil or not index.score) then
-            collect(zrem, indexed, index.score and key or before)
-          end
-          if after ~= nil then
-            if index.score then collect(zadd, indexed, score(after), key) else collect(zadd, indexed, 0, after) end
-          end
+        local entry = old[j]
+        if entry ~= nil then
+          local indexed = key_of(s, index.name)
+          if index.score then collect(zadd, indexed, score(entry), key) else collect(zadd, indexed, 0, entry) end
         end
       end
-    elseif old then
+    else
       collect(hdel, name, key)
-      if def.listed then collect(zrem, name .. ':k', key) end
-      for j, index in ipairs(def.indexes) do
-        if old[j] ~= nil then collect(zrem, s.tag .. ':' .. index.name, index.score and key or old[j]) end
-      end
-      if def.history then
-        collect(hdel, s.tag .. ':h', key)
-        deleted[key] = true
-      end
     end
   end
+  for key, ids in pairs(s.histories) do
+    if ids then collect(hset, history, key, ids) else collect(hdel, history, key) end
+  end
+  for _, id in ipairs(s.entries) do pcall(redis.call, 'XDEL', s.tag .. ':f', id) end
+  pcall(send, 'HDEL', hdel)
+  pcall(send, 'ZREM', zrem)
+  pcall(send, 'HSET', hset)
+  pcall(send, 'ZADD', zadd)
+end
+
+local function write(s, hset, hdel, zadd, zrem, deleted)
   if #s.events > 0 then write_events(s, deleted) end
   send('HDEL', hdel)
   send('ZREM', zrem)
   send('HSET', hset)
   send('ZADD', zadd)
+end
+
+-- Collects the writes of one row: of its hash, its list of keys and its indexes.
+local function collect_row(s, t, key, hset, hdel, zadd, zrem, deleted)
+  local def, row = TABLES[t], s.rows[t][key]
+  local name = key_of(s, def.name)
+  if row and row.moves then
+    collect(hset, name, key, row.packed)
+    for _, move in ipairs(row.moves) do
+      if move.removed then collect(zrem, move.name, move.removed .. key) end
+      if move.added then collect(zadd, move.name, move.score, move.added .. key) end
+    end
+    return
+  end
+  local old = stored_entries(s, t, key)
+  if row then
+    local entries = row.entries -- of a row that is still packed
+    collect(hset, name, key, row.final or row.packed or pack_row(def, row))
+    if def.listed and not old then collect(zadd, key_of(s, def.name .. ':k'), 0, key) end
+    for j, index in ipairs(def.indexes) do
+      local before, after = old and old[j], nil
+      if entries then after = entries[j] else after = index_entry(index, row.c, key) end
+      if before == false then before = nil end
+      if before ~= after then
+        local indexed = key_of(s, index.name)
+        if before ~= nil and (after == nil or not index.score) then
+          collect(zrem, indexed, index.score and key or before)
+        end
+        if after ~= nil then
+          if index.score then collect(zadd, indexed, score(after), key) else collect(zadd, indexed, 0, after) end
+        end
+      end
+    end
+  elseif old then
+    collect(hdel, name, key)
+    if def.listed then collect(zrem, key_of(s, def.name .. ':k'), key) end
+    for j, index in ipairs(def.indexes) do
+      if old[j] ~= nil then collect(zrem, key_of(s, index.name), index.score and key or old[j]) end
+    end
+    if def.history then
+      collect(hdel, key_of(s, 'h'), key)
+      deleted[key] = true
+    end
+  end
+end
+
+-- Writes everything that the call has changed. This should not fail, because the server rolls nothing back; if it does
+-- nevertheless, what was written is undone before the error is returned.
+local function flush(s)
+  local hset, hdel, zadd, zrem, deleted = {}, {}, {}, {}, {}
+  for i = 1, #s.dirty, 2 do collect_row(s, s.dirty[i], s.dirty[i + 1], hset, hdel, zadd, zrem, deleted) end
+  remember_histories(s, deleted)
+  local is_written, failure = pcall(write, s, hset, hdel, zadd, zrem, deleted)
+  if not is_written then
+    undo(s, zadd)
+    error(failure)
+  end
 end

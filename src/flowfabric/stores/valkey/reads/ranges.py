@@ -11,6 +11,7 @@ import msgspec
 
 from flowfabric.ids import PartitionCounts
 from flowfabric.model.flow import Edge
+from flowfabric.stores.catalog import HomeKind
 from flowfabric.stores.homes import HomeTag, home_of
 from flowfabric.stores.queries import Scan, Where
 from flowfabric.stores.valkey.rows.codec import ValkeyIndex, ValkeyTable, biased_hex
@@ -26,6 +27,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
 }
 _NAMES_HOME = {"execution_id", "upstream_execution_id", "downstream_execution_id"}
+_OF_LIMITS = {HomeKind.BUDGET, HomeKind.QUOTA}  # such rows are not in the partition of the execution that they name
 
 
 def meets(value: Any, condition: Where, encode: Callable[[Any], Any]) -> bool:
@@ -37,6 +39,8 @@ def meets(value: Any, condition: Where, encode: Callable[[Any], Any]) -> bool:
     if condition.op == "in":
         return value in [encode(choice) for choice in condition.value]
     operand = encode(condition.value)
+    if condition.op == "contains":
+        return operand in value
     return bool(value.startswith(operand) if condition.op == "starts" else _COMPARE[condition.op](value, operand))
 
 
@@ -98,24 +102,48 @@ class Ranges(msgspec.Struct, frozen=True):
 
 def ranges_of(scan: Scan, table: ValkeyTable, counts: PartitionCounts, encode: Callable[[Any], Any]) -> Ranges:
     """Return ranges that hold all rows of a scan."""
-    for condition in scan.where:
-        if condition.op in ("=", "in") and condition.column in table.indexes and condition.value is not None:
-            return _by_values(scan, table, condition, counts, encode)
     equal = {one.column: one.value for one in scan.where if one.op == "="}
+    for index in table.indexes.values():
+        if index.key_parts and all(name in equal for name in table.table.key[: index.key_parts]):
+            return _by_key_parts(scan, table, index, counts, equal)
+    by_column = {name for name, index in table.indexes.items() if not index.key_parts}
+    for condition in scan.where:
+        if condition.op in ("=", "in") and condition.column in by_column and condition.value is not None:
+            return _by_values(scan, table, condition, encode)
     prefix = tuple(equal[name] for name in takewhile(equal.__contains__, table.table.key))
     if prefix:
         home = home_of(table.table.row, prefix, counts)
         ordered = _is_ordered(scan, table.table.key, set(equal))
         return Ranges(table, None, (("-", "+"),), home, ordered, key_prefix=prefix)
     for condition in scan.where:
-        if condition.column in table.indexes and condition.op in ("starts", ">", ">=", "<", "<=", "set"):
+        if condition.column in by_column and condition.op in ("starts", ">", ">=", "<", "<=", "set"):
             return _by_bounds(scan, table, condition, encode)
+    first = scan.full_order[0]
+    if not scan.where and first in by_column and not table.column[first].optional:  # the index has all rows
+        return _by_bounds(scan, table, Where(first, "set"), encode)
     return _by_key(scan, table, counts)
 
 
-def _by_values(
-    scan: Scan, table: ValkeyTable, condition: Where, counts: PartitionCounts, encode: Callable[[Any], Any]
+def _by_key_parts(
+    scan: Scan, table: ValkeyTable, index: ValkeyIndex, counts: PartitionCounts, equal: dict[str, Any]
 ) -> Ranges:
+    """Return the range of an index whose text is the beginning of the key."""
+    key = tuple(equal[name] for name in table.table.key[: index.key_parts])
+    home = home_of(table.table.row, key, counts)
+    assert home is not None
+    try:
+        text = table.key_text(key, home)
+    except Unstorable:
+        return Ranges(table, index, (), home, True)
+    ordered = _is_ordered(scan, _natural_order(table, index), set(equal))
+    ranks = [one.value for one in scan.where if one.column == index.rank and one.op in (">", ">=")]
+    if ordered and scan.after and scan.full_order[0] == index.rank:
+        ranks.append(scan.after[0])
+    start = biased_hex(max(ranks)) if ranks else ""  # the rows of this rank are compared one by one
+    return Ranges(table, index, ((f"[{text}\0{start}", f"({text}\1"),), home, ordered)
+
+
+def _by_values(scan: Scan, table: ValkeyTable, condition: Where, encode: Callable[[Any], Any]) -> Ranges:
     index = table.indexes[condition.column]
     values = condition.value if condition.op == "in" else (condition.value,)
     texts = list(dict.fromkeys(encode(value) for value in values if value is not None))
@@ -126,11 +154,12 @@ def _by_values(
         return Ranges(table, index, tuple((str(value), str(value)) for value in texts))
     ordered = _is_ordered(scan, _natural_order(table, index), fixed)
     bounds = tuple((f"[{text}\0", f"({text}\1") for text in texts)
-    if ordered and index.rank_place is not None and scan.after and scan.full_order[0] == index.columns[1]:
+    if ordered and index.rank_place is not None and scan.after and scan.full_order[0] == index.rank:
         start = biased_hex(scan.after[0])  # the rows of this rank are compared one by one
         bounds = tuple((f"[{text}\0{start}", last) for text, (_, last) in zip(texts, bounds, strict=True))
     home = None
-    if condition.column in _NAMES_HOME and len(texts) == 1:
+    is_with_execution = table.table.home is not None and table.table.home[1] not in _OF_LIMITS
+    if condition.column in _NAMES_HOME and is_with_execution and len(texts) == 1:
         tag, brace, _ = texts[0].partition("}")
         home = HomeTag(tag + brace) if brace else UNTAGGED_HOME
     return Ranges(table, index, bounds, home, ordered, is_queue=condition.column == "line")
@@ -138,7 +167,8 @@ def _by_values(
 
 def _by_bounds(scan: Scan, table: ValkeyTable, condition: Where, encode: Callable[[Any], Any]) -> Ranges:
     index = table.indexes[condition.column]
-    ordered = _is_ordered(scan, _natural_order(table, index), {one.column for one in scan.where if one.op == "="})
+    fixed = {one.column for one in scan.where if one.op == "="}
+    ordered = _is_ordered(scan, _natural_order(table, index), fixed, backwards=index.is_score)
     if index.is_score:
         first, last = "-inf", "+inf"
         for one in scan.where:
@@ -147,7 +177,11 @@ def _by_bounds(scan: Scan, table: ValkeyTable, condition: Where, encode: Callabl
             elif one.column == condition.column and one.op in ("<", "<="):
                 last = str(one.value)
         if ordered and scan.after and scan.full_order[0] == condition.column:
-            first = str(scan.after[0]) if first == "-inf" else str(max(int(first), scan.after[0]))
+            position = scan.after[0]
+            if scan.descending:
+                last = str(position if last == "+inf" else min(int(last), position))
+            else:
+                first = str(position if first == "-inf" else max(int(first), position))
         return Ranges(table, index, ((first, last),), None, ordered)
     if condition.op == "starts" and condition.value:
         return Ranges(table, index, (("[" + condition.value, "(" + condition.value + _AFTER_ALL),), None, ordered)
@@ -175,13 +209,19 @@ def _by_key(scan: Scan, table: ValkeyTable, counts: PartitionCounts) -> Ranges:
 
 
 def _natural_order(table: ValkeyTable, index: ValkeyIndex) -> tuple[str, ...]:
-    rank = (index.columns[1],) if index.rank_place is not None else ()
-    return (index.columns[0], *rank, *(name for name in table.table.key if name not in (index.columns[0], *rank)))
+    first = table.table.key[: index.key_parts] if index.key_parts else index.columns[:1]
+    rank = () if index.rank is None else (index.rank,)
+    return (*first, *rank, *(name for name in table.table.key if name not in (*first, *rank)))
 
 
-def _is_ordered(scan: Scan, natural: Sequence[str], fixed: set[str]) -> bool:
-    """True if rows in the natural order of a range are in the order of the scan; `fixed` columns have one value."""
+def _is_ordered(scan: Scan, natural: Sequence[str], fixed: set[str], *, backwards: bool = False) -> bool:
+    """True if rows in the natural order of a range are in the order of the scan; `fixed` columns have one value.
+
+    `backwards` says that the range can also be read from its end.
+    """
     if scan.row is Edge:
         fixed = fixed | {"flow_id"}  # the edges of one execution belong to one flow
+    if scan.descending and not backwards:
+        return False
     left = [name for name in natural if name not in fixed]
     return left == [name for name in scan.full_order if name not in fixed]

@@ -11,7 +11,7 @@ import msgspec
 
 from flowfabric.clock import Clock
 from flowfabric.ids import PartitionCounts
-from flowfabric.model.execution import QueueKey
+from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.codec import encode
 from flowfabric.stores.homes import HomeTag, home_of
 from flowfabric.stores.queries import Due, Loaded, Read, Where
@@ -57,6 +57,12 @@ class Reader:
             return [home]
         await self._registry.refresh()
         return sorted(self._registry.homes)
+
+    def home_of_execution(self, execution_id: str) -> HomeTag:
+        """Return the partition of an execution."""
+        home = home_of(Execution, (execution_id,), self.counts)
+        assert home is not None
+        return home
 
     # Loads
 
@@ -107,7 +113,7 @@ class Reader:
         """Decode rows; if one is in an unknown queue, read the registry first."""
         try:
             return decode()
-        except UnknownQueue:
+        except UncachedQueue:
             await self._registry.refresh()
             self._strict = False
             try:
@@ -117,7 +123,7 @@ class Reader:
 
     def queue_of(self, digest: Any) -> QueueKey:
         if self._strict and not self._registry.knows(digest):
-            raise UnknownQueue
+            raise UncachedQueue
         return self._registry.queue_of(digest)
 
     # Due rows
@@ -169,5 +175,5 @@ class Reader:
         return encode(value, self._registry.digest_of)  # type: ignore[arg-type]
 
 
-class UnknownQueue(Exception):
+class UncachedQueue(Exception):
     """A row is in a queue that this process does not know yet."""

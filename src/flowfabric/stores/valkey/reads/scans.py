@@ -1,4 +1,4 @@
-"""Scans, searches and counts: pages of an index or of the keys, partition by partition.
+"""Scans and counts: pages of an index or of the keys, partition by partition.
 
 Conditions are evaluated here. No call reads more than `PAGE` rows, so that no call takes long.
 """
@@ -16,7 +16,7 @@ import msgspec
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.codec import decode_counts
 from flowfabric.stores.homes import HomeTag
-from flowfabric.stores.queries import GroupedCount, Scan, SearchPage
+from flowfabric.stores.queries import GroupedCount, Scan
 from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.reads.ranges import KeyRange, ranges_of
 from flowfabric.stores.valkey.reads.reader import PAGE, Reader, Row
@@ -24,7 +24,7 @@ from flowfabric.stores.valkey.registry import Registry
 from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, ValkeyTable
 
 CONCURRENT = 64  # partitions that a scan reads at once
-AHEAD = 8  # partitions that an ordered scan or a search reads at once
+AHEAD = 8  # partitions that an ordered scan reads at once
 
 Keyed = tuple[tuple[Any, ...], Row]  # a row with its key or its sort key
 
@@ -46,7 +46,7 @@ class Scanner:
             scan = scan.with_values(await self._values(scan))
         parts = scan.split_by_value() if scan.limit_by else [scan]
         found = await asyncio.gather(*(self._scan_part(part) for part in parts))
-        rows = [row for _, row in merge(*found, key=itemgetter(0))]
+        rows = [row for _, row in merge(*found, key=itemgetter(0), reverse=scan.descending)]
         table = VALKEY_TABLES[scan.row]
         decoded: list[Any] = await self._reader.retry_decode(
             lambda: [table.codec.decode_scanned(scan, row, self._reader.queue_of) for row in rows]
@@ -69,7 +69,7 @@ class Scanner:
                 *(self._read_range(scan, table, one, plan.is_ordered) for one in ranges[start : start + CONCURRENT])
             )
             found += [one for part in parts for one in part]
-        found.sort(key=itemgetter(0))
+        found.sort(key=itemgetter(0), reverse=scan.descending)
         return found[: scan.limit]
 
     async def _homes_to_scan(self, scan: Scan, is_queue: bool) -> list[HomeTag]:
@@ -97,7 +97,8 @@ class Scanner:
         found: list[Keyed] = []
         offset, size = 0, min(scan.limit, PAGE) if is_ordered else PAGE
         while True:
-            count, rows = await self._page(table, span, offset, size)
+            backwards = is_ordered and scan.descending
+            count, rows = await self._page(table, span, offset, size, backwards=backwards)
             for _, stored in rows:
                 if self._reader.matches(table, stored, scan.where):
                     sort_key = self._sort_key(scan, table, stored)
@@ -108,7 +109,9 @@ class Scanner:
                 return found
             size = PAGE
 
-    async def _page(self, table: ValkeyTable, span: KeyRange, offset: int, size: int) -> tuple[int, list[Keyed]]:
+    async def _page(
+        self, table: ValkeyTable, span: KeyRange, offset: int, size: int, *, backwards: bool
+    ) -> tuple[int, list[Keyed]]:
         home, index = span.home, span.index
         if span.index is None and not table.is_listed:
             flat: list[bytes] = await self._client.read(home, "HGETALL", f"{home}:{table.name}")
@@ -116,10 +119,8 @@ class Scanner:
         suffix = f"{table.name}:k" if index is None else index.suffix
         number = 0 if index is None else list(table.indexes.values()).index(index) + 1
         keys = (f"{home}:{table.name}", f"{home}:{suffix}")
-        bounds = (span.first, span.last)
-        count, rows = await self._client.read(
-            home, "FCALL_RO", self._functions("range"), 2, *keys, home, table.number, number, *bounds, offset, size
-        )
+        arguments = (home, table.number, number, span.first, span.last, offset, size, int(backwards))
+        count, rows = await self._client.read(home, "FCALL_RO", self._functions("range"), 2, *keys, *arguments)
         if index is None or index.is_score:
             return count, self._reader.stored(table, home, rows)
         texts = [index.key_text(member.decode()) for member in rows[::2]]
@@ -134,7 +135,7 @@ class Scanner:
         if scan.after is None:
             return True
         after = tuple(self._reader.encode(value) for value in scan.after)
-        return sort_key[: len(after)] > after
+        return sort_key[: len(after)] < after if scan.descending else sort_key[: len(after)] > after
 
     async def _values(self, scan: Scan) -> list[str]:
         """Return the first values of an indexed text column that have the prefix of the scan."""
@@ -167,41 +168,6 @@ class Scanner:
         )
         values = {value.decode() for part in found for value in part}
         return sorted(value for value in values if value.startswith(condition.value))[:wanted]
-
-    # Searches
-
-    async def search(self, scan: Scan, budget: int) -> SearchPage:
-        """Return rows in the order of the key, reading at most `budget` rows."""
-        table = VALKEY_TABLES[scan.row]
-        plan = ranges_of(msgspec.structs.replace(scan, where=()), table, self._reader.counts, self._reader.encode)
-        ranges = plan.sequence(await self._reader.homes_of(scan.row))
-        found: list[Row] = []
-        last: tuple[Any, ...] | None = None
-        left, position, offset = budget, 0, 0
-        while position < len(ranges) and left > 0 and len(found) < scan.limit:
-            size = min(left, PAGE)
-            ahead = ranges[position : position + (AHEAD if offset == 0 else 1)]
-            pages = await asyncio.gather(
-                *(self._page(table, one, offset if n == 0 else 0, size) for n, one in enumerate(ahead))
-            )
-            for number, (count, rows) in enumerate(pages):
-                for key, stored in rows:
-                    if left == 0 or len(found) >= scan.limit:
-                        break
-                    if scan.after is not None and key <= scan.after:
-                        continue
-                    left, last = left - 1, key
-                    if self._reader.matches(table, stored, scan.where):
-                        found.append(stored)
-                if count == size:
-                    position, offset = position + number, (offset if number == 0 else 0) + count
-                    break
-            else:
-                position, offset = position + len(ahead), 0
-        rows = await self._reader.retry_decode(
-            lambda: [table.codec.decode_scanned(scan, stored, self._reader.queue_of) for stored in found]
-        )
-        return SearchPage.of(scan, rows, last if left == 0 else None)
 
     # Counts
 

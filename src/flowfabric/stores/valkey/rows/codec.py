@@ -6,8 +6,8 @@ of the keys and a prefix of a key is a prefix of the text. The id that names the
 
 **Blob.** A msgpack array of cells in the order of `layout.py`, cut after the last set cell. Lua has doubles only, so
 an integer of 2^53 or more (or of -2^53 or less) is a text of 16 hexadecimal digits, of the value plus 2^63, and so is
-every revision. A queue is the digest of its key, an enum the ordinal of its member, a boolean 0 or 1. An unset cell is
-nil, or false where a function has written it.
+every revision. A queue is the digest of its key, an enum the ordinal of its member, a boolean 0 or 1 (False is unset in
+the columns `UNSET_IF_FALSE`). An unset cell is nil, or false where a function has written it.
 
 **Bytes.** Lua cannot unpack msgpack's binary type. A table with a bytes column stores `length, cells, content`, and the
 cell says whether the content is set; the functions copy the content unread.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLES, Column, HomeKind, Index, Table
 from flowfabric.stores.codec import CODEC, CODES, INT_MAX, INT_MIN
 from flowfabric.stores.homes import HomeTag
-from flowfabric.stores.valkey.rows.layout import LAYOUT
+from flowfabric.stores.valkey.rows.layout import LAYOUT, UNSET_IF_FALSE
 from flowfabric.stores.verdicts import Unstorable
 
 Cell = int | str | bool | float | None
@@ -76,6 +77,7 @@ class ValkeyTable:
         self.layout = LAYOUT[table.name]
         self.width = len(self.layout)
         self.place = {name: place for place, name in enumerate(self.layout, 1)}  # Lua counts from 1
+        self._unset_if_false = {name: self.place[name] - 1 for name in UNSET_IF_FALSE.get(table.name, ())}
         self.column = {column.name: column for column in table.columns}
         self.key_columns = tuple(self.column[name] for name in table.key)
         self.bytes_place = next((self.place[c.name] for c in table.columns if c.kind is bytes), None)
@@ -85,6 +87,7 @@ class ValkeyTable:
         home = table.home
         self._tagged = table.key.index(home[0]) if home is not None and home[1] is HomeKind.EXECUTION else None
         self.is_tagged_first = self._tagged == 0  # ordered by the tag first
+        self._is_one_id = self.is_tagged_first and len(self.key_columns) == 1
         self._cell_columns = [self.column[name] for name in self.layout]
         defaults = _defaults(table)
         self.codec = CODEC[table.row]
@@ -109,12 +112,12 @@ class ValkeyTable:
 
     def key_text(self, key: Sequence[Any], home: HomeTag | str) -> str:
         """Return the text of a key or of a key prefix; raise `Unstorable` if no row has such a key."""
+        if self._is_one_id and len(key) == 1 and type(key[0]) is str:
+            return _text(self.key_columns[0], _without_tag(key[0], home))
         parts = []
         for ordinal, (column, value) in enumerate(zip(self.key_columns, key, strict=False)):
             if type(value) is str:
-                if ordinal == self._tagged and value.startswith(home):
-                    value = "{" + value[len(home) + 1 :] if value[len(home) : len(home) + 1] == ":" else value
-                parts.append(_text(column, value))
+                parts.append(_text(column, _without_tag(value, home) if ordinal == self._tagged else value))
             elif type(value) is int:
                 parts.append(_integer_text(value))
             elif isinstance(value, Enum):
@@ -146,13 +149,17 @@ class ValkeyTable:
         column = self.column.get(name)
         if column is None:
             raise Unstorable(f"{self.table.name} has no column {name!r}")
-        return _encode_value(column, value, digest_of)
+        cell = _encode_value(column, value, digest_of)
+        return None if value is False and name in self._unset_if_false else cell
 
     def encode_row(self, row: msgspec.Struct, digest_of: DigestOf) -> list[EncodedCell]:
         """Encode all columns of a row but its key, in the order of the layout."""
         for column in self.key_columns:
             _encode_value(column, getattr(row, column.name), digest_of)
-        return [_encode_value(column, getattr(row, column.name), digest_of) for column in self._cell_columns]
+        cells = [_encode_value(column, getattr(row, column.name), digest_of) for column in self._cell_columns]
+        for place in self._unset_if_false.values():
+            cells[place] = cells[place] or None
+        return cells
 
     def decode(self, key: Sequence[Any], blob: bytes, queue_of: QueueOf) -> Any:
         """Decode a row; raise `Corruption` if it holds an unknown enum code."""
@@ -190,22 +197,38 @@ class ValkeyTable:
 
 
 class ValkeyIndex:
-    """An ordered index of a table: by instant (or another integer) as a score, or by text in the members."""
+    """An ordered index of a table: by instant (or another integer) as a score, or by text in the members.
+
+    The text is a column, or the beginning of the key (`key_parts` columns of it); an integer may follow, the rank.
+    """
 
     def __init__(self, table: ValkeyTable, index: Index) -> None:
         first = table.column[index.columns[0]]
         self.columns = index.columns
-        self.place = table.place[first.name]
+        self.place = table.place.get(first.name)
+        self.key_parts = 0 if self.place else len(list(takewhile(table.table.key.__contains__, index.columns)))
+        if set(index.columns[: self.key_parts]) != set(table.table.key[: self.key_parts]):
+            raise TypeError(f"{table.table.name}: an index begins with other columns than the key")
         self.is_score = first.kind is int
         self.suffix = f"{table.name}:{first.name}"
-        second = index.columns[1] if len(index.columns) > 1 else None
-        has_rank = not self.is_score and second is not None and second not in table.table.key
-        self.rank_place = table.place[second] if has_rank and second is not None else None
+        after_text = index.columns[self.key_parts or 1 :]
+        has_rank = not self.is_score and after_text and after_text[0] not in table.table.key
+        self.rank = after_text[0] if has_rank else None
+        self.rank_place = None if self.rank is None else table.place[self.rank]
 
     def key_text(self, member: str) -> str:
         """Return the key text that ends a member of a text index."""
-        start = member.index("\0") + 1
+        start = 0
+        for _ in range(self.key_parts or 1):
+            start = member.index("\0", start) + 1
         return member[start + (16 if self.rank_place is not None else 0) :]
+
+
+def _without_tag(execution_id: str, home: HomeTag | str) -> str:
+    """Return an execution id in the form that key texts of its partition contain."""
+    size = len(home)
+    is_tagged = execution_id.startswith(home) and execution_id[size : size + 1] == ":"
+    return "{" + execution_id[size + 1 :] if is_tagged else execution_id
 
 
 def _text(column: Column, value: str) -> str:
@@ -298,9 +321,7 @@ _EVENT_INTEGERS = tuple(i for i, name in enumerate(EVENT_COLUMNS) if name in ("l
 
 def event_key(execution_id: str, home: HomeTag | str) -> str:
     """Return the text under which the history of an execution, or of a flow, is kept."""
-    if execution_id.startswith(home) and execution_id[len(home) : len(home) + 1] == ":":
-        return "{" + execution_id[len(home) + 1 :]
-    return execution_id
+    return _without_tag(execution_id, home)
 
 
 def encode_event(event: Event, home: HomeTag | str) -> tuple[str, bytes]:

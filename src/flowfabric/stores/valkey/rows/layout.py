@@ -22,19 +22,19 @@ _LAYOUT = {
         lease_expired_at lease_revoked_at lease_revoke_reason delay_until granted_until grant failure_reason
         cancellation_reason cancelled_by last_capability_mismatch_at progress_pct progress_message
         progress_updated_at current_suspension_id current_waitpoint_id last_hmac_validation_failed_at stream_index
-        blocked_on blocked_at
+        blocked_on blocked_at progress_counts has_mail idempotency_key life past_life
     """,
     "ff_payload": "execution_kind creator_identity input_payload payload_encoding policy",
     "ff_result": "payload encoding",
     "ff_attempt": """
         attempt_id attempt_type attempt_state started_at lease_id lease_epoch worker_id worker_instance_id lineage
-        suspended_at suspension_id resumed_at ended_at failure_reason failure_category
+        suspended_at suspension_id resumed_at ended_at failure_reason failure_category failure
     """,
-    "ff_idempotency": "revision execution_id expires_at",
+    "ff_idempotency": "revision execution_id expires_at until first_at",
     "ff_sweep": "revision holder lease_until",
     "ff_partition_config": "revision num_flow_partitions num_budget_partitions num_quota_partitions",
     "ff_api_token": """
-        revision name scopes digest created_at namespaces previous_digest previous_until expires_at revoked_at
+        revision name scopes digest created_at namespaces previous_digest previous_until expires_at revoked_at parent
     """,
     "ff_keystore": "revision current_kid",
     "ff_waitpoint_hmac": "secret_hex current expires_at",
@@ -42,6 +42,7 @@ _LAYOUT = {
         revision partition signal_count suspension_id attempt_index waitpoints reason_code requested_by
         continuation_metadata_pointer created_at timeout_at timeout_behavior due_at resume_condition resume_policy
         last_signal_at satisfied_at closed_at close_reason closer_signal_id progress satisfiers waits_on gates mail
+        asks_until message_count inbox_closed_at
     """,
     "ff_waitpoint": """
         execution_id attempt_index waitpoint_key created_at token_kid token_fingerprint signal_count
@@ -53,10 +54,20 @@ _LAYOUT = {
         observed_effect correlation_id idempotency_key payload_encoding payload
     """,
     "ff_remembered": "expires_at answer",
-    "ff_gate": "kind ended_as opened_at closed_at votes payload payload_encoding sender message_id",
-    "ff_mail": "message_id sent_at sender payload payload_encoding",
-    "ff_child_end": "outcome due_at",
-    "ff_step": "attempt_index recorded_at result encoding digest",
+    "ff_gate": """
+        kind ended_as opened_at closed_at votes payload payload_encoding sender message_id mailbox number results
+        message_number wants_reply
+    """,
+    "ff_mail": "message_id sent_at sender payload payload_encoding number wants_reply",
+    "ff_reply": "mailbox state asked_at replied_at payload payload_encoding reason",
+    "ff_child_end": "outcome due_at result result_encoding",
+    "ff_child_cancel": "revision due_at",
+    "ff_schedule": """
+        revision namespace name spec template digest created_at updated_at decided_until input_payload owner next_at
+        next_instant paused_at paused_by note active pending last_run_id last_instant fired skipped missed
+    """,
+    "ff_step": "attempt_index recorded_at result encoding digest number started_at",
+    "ff_fact": "revision number set_at value encoding",
     "ff_stream": """
         revision created_at last_ms last_seq frame_count total_bytes last_frame_at kept_from pages has_durable_frame
         vanishes_at ema_rate_hz last_append_ts_ms maxlen_applied_last closed_at closed_reason
@@ -96,8 +107,8 @@ _LAYOUT = {
         last_breach_dim last_reset_at next_reset_at breached_at lapse_at declaration
     """,
     "ff_budget_usage": "hard_limit soft_limit reserved usage position",
-    "ff_budget_usage_by_exec": "amount",
-    "ff_budget_reservation": "execution_id amount expires_at",
+    "ff_budget_usage_by_exec": "amount execution_id",
+    "ff_budget_reservation": "execution_id amount expires_at epoch",
     "ff_budget_usage_dedup": "expires_at",
     "ff_quota_policy": """
         revision partition defined requests_per_window_seconds max_requests_per_window active_concurrency_cap
@@ -107,8 +118,17 @@ _LAYOUT = {
     "ff_quota_window": "admitted_at expires_at",
     "ff_worker_registry": """
         revision partition worker_id lanes capabilities liveness_ttl_ms registered_at_ms last_heartbeat_ms lapses_at
+        tasks
     """,
     "ff_worker_registry_event": "expires_at reason",
+    "ff_bulk_operation": """
+        revision verb criteria ceiling state created_at reason requested_by changed refused due_at priority
+        after_created_at after_execution_id page last_refusal ended_at
+    """,
+    "ff_lane": "revision spread previous effective_at former",
 }
+
+# Booleans whose False is stored as unset, so that it costs nothing at the end of a row.
+UNSET_IF_FALSE = {"ff_exec_core": ("has_mail",), "ff_gate": ("wants_reply",), "ff_mail": ("wants_reply",)}
 
 LAYOUT: dict[str, tuple[str, ...]] = {table: tuple(columns.split()) for table, columns in _LAYOUT.items()}

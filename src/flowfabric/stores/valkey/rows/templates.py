@@ -49,8 +49,20 @@ def condition_form(template: RowTemplate, parameters: tuple[str, ...]) -> list[A
 
 @lru_cache(64)
 def packed_claim_form(template: RowTemplate) -> bytes:
-    """Return the form of a claim, encoded."""
-    return msgspec.msgpack.encode(template_form(template, CLAIM_PARAMETERS))
+    """Return the form of a claim, encoded, and whether similar rows may be claimed as a group."""
+    form = template_form(template, CLAIM_PARAMETERS)
+    return msgspec.msgpack.encode([*form, not any(_adds_an_id(expression) for _, expression in form[1])])
+
+
+def _adds_an_id(expression: Expression) -> bool:
+    """True if an expression calculates with a parameter that differs between rows."""
+    match expression:
+        case [4, *terms]:
+            return any((term[0] == 3 and term[1] <= len(ROW_PARAMETERS)) or _adds_an_id(term) for term in terms)
+        case [5, _, *choices]:
+            return any(map(_adds_an_id, choices))
+        case _:
+            return False
 
 
 def _condition(table: ValkeyTable, condition: Condition, parameters: tuple[str, ...]) -> list[Any]:

@@ -1,0 +1,1 @@
+"""The commands of `ff`, one module for those that belong together."""

@@ -1,0 +1,1 @@
+"""Schedules: the scheduler that fires them, and the operations on them."""

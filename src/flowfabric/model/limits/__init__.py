@@ -1,0 +1,1 @@
+"""Limits: the records of budgets and quota policies."""

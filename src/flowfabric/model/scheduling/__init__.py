@@ -1,0 +1,1 @@
+"""Scheduling: the records of lanes and of the worker registry."""

@@ -1,0 +1,1 @@
+"""Keys that name runs, and the runs that have them."""
