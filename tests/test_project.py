@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -140,9 +141,10 @@ def test_every_other_python_is_found_once_and_unusable_ones_are_reported(
 
 
 def test_a_python_without_an_environment_is_reported_and_the_others_are_tested(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dev = dev_script()
+    monkeypatch.setattr(dev, "HOME", tmp_path)
     pythons = {
         (3, 11, 200): Path("/a/python3.11"),
         (3, 12, 200): Path("/b/python3.12"),
@@ -163,11 +165,55 @@ def test_a_python_without_an_environment_is_reported_and_the_others_are_tested(
     monkeypatch.setattr(dev, "environment", environment)
     monkeypatch.setattr(dev, "tests", tests)
 
-    assert dev.test_other_pythons() == ["python 3.13.200"]
+    assert dev.test_other_pythons([]) == ["python 3.13.200"]
     assert ran == [Path("/a/python3.11"), Path("/c/python")]
     output = capsys.readouterr().err
     assert "not tested on /d/python3.14 is PyPy" in output
     assert "not tested on /b/python3.12: no environment could be created" in output
+
+
+@pytest.mark.parametrize(
+    ("failed", "fails_again", "is_good", "runs"),
+    [
+        ([], False, True, 1),
+        (["t.py::a", "t.py::b[x]"], False, True, 2),
+        (["t.py::a"], True, False, 2),
+        ([f"t.py::test_{number}" for number in range(6)], False, False, 1),
+    ],
+)
+def test_a_few_tests_that_fail_are_run_once_more_and_named_when_they_pass_then(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failed: list[str],
+    fails_again: bool,
+    is_good: bool,
+    runs: int,
+) -> None:
+    dev = dev_script()
+    monkeypatch.setattr(dev, "HOME", tmp_path)
+    ran: list[tuple[str, ...]] = []
+
+    def tests(*arguments: str, name: str) -> bool:
+        ran.append(arguments)
+        if len(ran) > 1:
+            return not fails_again
+        found = tmp_path / "pytest" / "v" / "cache" / "lastfailed"
+        found.parent.mkdir(parents=True)
+        found.write_text(json.dumps(dict.fromkeys(failed, True)))
+        return not failed
+
+    monkeypatch.setattr(dev, "tests", tests)
+    unstable: list[str] = []
+
+    assert dev.tests_with_retry("-n4", unstable=unstable) == is_good
+    assert len(ran) == runs
+    if runs == 2:
+        assert ran[1] == ("-m", "not soak", *failed)
+    assert unstable == (failed if is_good else [])
+    assert dev.summarize([], unstable) == 0
+    output = capsys.readouterr().err
+    assert all(name in output for name in unstable)
 
 
 def test_generated_files_are_ignored_by_git() -> None:

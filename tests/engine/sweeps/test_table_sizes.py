@@ -39,8 +39,8 @@ B = "0b000000-0000-4000-8000-000000000001"
 KEEP = {"stream_policy": {"retention_ttl_ms": 1000}, "dedup_window_ms": 1000}
 RETRIED = KEEP | {"retry_policy": {"max_retries": 2}, "quota_policy_ids": [Q]}
 W: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1", "lease_ttl_ms": 30_000}
-# Leases of running sweepers; and what the process that writes it works off before it can be counted.
-NOT_SEEN_IN_A_ROUND = {"ff_sweep", "ff_outbox", "ff_child_cancel"}
+# Leases of running sweepers; and rows that the process that writes them works off at once, as a rule before a count.
+MAY_BE_UNSEEN = {"ff_sweep", "ff_outbox", "ff_child_cancel"}
 # On Valkey: one entry for each partition that was ever used, and at most as many as there are partitions.
 REGISTRIES = {"homes", "places", "from"}
 _SIZE_COMMANDS = {b"hash": "HLEN", b"zset": "ZCARD", b"set": "SCARD", b"stream": "XLEN", b"string": "EXISTS"}
@@ -271,4 +271,4 @@ async def test_every_table_of_every_store_keeps_its_size(
         grown = {name: (before.get(name), count) for name, count in after.items() if count != before.get(name)}
         assert grown == {}
 
-    assert {table.name for table in TABLES if not rounds.peaks[table.name]} == NOT_SEEN_IN_A_ROUND
+    assert {table.name for table in TABLES if not rounds.peaks[table.name]} <= MAY_BE_UNSEEN
