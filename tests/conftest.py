@@ -166,12 +166,16 @@ class Rival:
 @pytest.fixture(scope="session")
 def own_database() -> Iterator[str]:
     """The DSN of the Postgres database of this process."""
-    server = postgres()
-    schema = hashlib.sha256("".join(step.text for step in migrations()).encode()).hexdigest()[:12]
-    template = server.template(f"ff_{schema}", migrate)
-    name = f"ff_{schema}_{os.getpid()}"
+    server, template = postgres(), migrated_template()
+    name = f"{template}_{os.getpid()}"
     yield server.create_database(name, template)
     server.drop_database(name)
+
+
+def migrated_template() -> str:
+    """Return the name of a migrated Postgres database that others are copied from."""
+    schema = hashlib.sha256("".join(step.text for step in migrations()).encode()).hexdigest()[:12]
+    return postgres().template(f"ff_{schema}", migrate)
 
 
 @pytest.fixture
