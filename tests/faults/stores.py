@@ -34,6 +34,13 @@ STORES = (
         "tests/stores/contract/test_writes.py::test_the_first_of_several_changes_that_insert_one_row_is_written",
     ),
     Fault(
+        "valkey: a running release does not notice a newer schema",
+        "stores/valkey/schema.py",
+        "            self._refusal = refusal\n",
+        "            del refusal\n",
+        "tests/stores/valkey/test_schema.py::test_an_idle_worker_notices_a_newer_schema",
+    ),
+    Fault(
         "valkey: the lease id is not compared",
         "stores/valkey/lua/commit.lua",
         "c[def.lease_id] ~= guard[6] or ",

@@ -110,8 +110,9 @@ class ContextWaits(ContextPart):
         expires: Duration | None = None,
         show: dict[str, Any] | None = None,
     ) -> Approval[V]:
-        """Ask people for a decision, with one signed link per approver; each link can vote once.
+        """Ask people for a decision, with one signed link per approver.
 
+        Each link can vote once; with `distinct=False` the first `need` votes count, whichever links they come from.
         The links stay valid across crashes and deployments. Await the approval for the votes. `show` is displayed on
         the page behind a link, so that the approver knows what is being decided.
         """

@@ -44,7 +44,7 @@ from flowfabric.stores.valkey.registry import Registry
 from flowfabric.stores.valkey.rows.batch import PartitionBatch, partition_batches
 from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, integer
 from flowfabric.stores.valkey.rows.templates import RENEWAL_PARAMETERS, condition_form, template_form
-from flowfabric.stores.valkey.schema import ensure_schema
+from flowfabric.stores.valkey.schema import SchemaWatch, ensure_schema
 from flowfabric.stores.valkey.server_checks import check_servers
 from flowfabric.stores.verdicts import Unstorable, Verdict
 
@@ -76,6 +76,7 @@ class ValkeyStore:
         self._feed = Feed(self.client, self.registry, self._reader, functions)
         self._notifier = ValkeyNotifier(self.client)
         self._library_use = LibraryUse(self.client, self._library)
+        self._schema_watch = SchemaWatch(self.client)
         self._counts = DEFAULT_PARTITIONS
         self.warnings: list[str] = []  # warnings about the settings of the servers when the store was opened
 
@@ -90,6 +91,7 @@ class ValkeyStore:
         schema = await ensure_schema(self.client, migrate=migrate)
         self._library_use = LibraryUse(self.client, self._library)
         self._library_use.note()
+        self._schema_watch = SchemaWatch(self.client)
         if migrate and (deleted := await delete_unused_libraries(self.client, self._library)):
             _LOG.info("deleted the functions of releases that were not used for a day: %s", ", ".join(deleted))
         await self.registry.refresh()
@@ -103,6 +105,7 @@ class ValkeyStore:
         return await self._reader.ping()
 
     async def load(self, reads: Sequence[Read]) -> Loaded:
+        self._schema_watch.check()
         return await self._reader.load(reads)
 
     def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
@@ -115,6 +118,7 @@ class ValkeyStore:
     # Writes
 
     async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
+        self._schema_watch.check()
         self._library_use.note()
         verdicts: list[Verdict] = [None] * len(changes)
         batches, faults = partition_batches(changes, self._counts, self.registry.digest_of)
@@ -153,10 +157,12 @@ class ValkeyStore:
         return CommitAndClaimResult(await self.commit(changes, topics), [])
 
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
+        self._schema_watch.check()
         self._library_use.note()
         return await self._claimer.claim(request)
 
     async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
+        self._schema_watch.check()
         table, now = VALKEY_TABLES[Execution], self._reader.now_argument()
         by_home: dict[HomeTag, list[int]] = {}
         for ordinal, lease in enumerate(leases):
@@ -184,12 +190,15 @@ class ValkeyStore:
     # Reads
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
+        self._schema_watch.check()
         return await self._reader.due(row, column, limit, where)
 
     async def scan(self, scan: Scan) -> list[Any]:
+        self._schema_watch.check()
         return await self._scanner.scan(scan)
 
     async def search(self, search: Search) -> SearchPage:
+        self._schema_watch.check()
         return await self._searcher.search(search)
 
     async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
@@ -215,6 +224,7 @@ class ValkeyStore:
     # Feed
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
+        self._schema_watch.check()
         return await self._feed.read(topic, after, limit)
 
     async def feed_end(self) -> int:
