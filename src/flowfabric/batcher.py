@@ -2,6 +2,9 @@
 
 There is no timer. An idle batcher sends a call at once; a busy one sends hundreds of calls in one flush. Items with an
 equal key never share a batch: the second one waits for the next flush, which begins after the first one's result.
+
+A flush that raises fails every call of its batch. Where only the call at fault must fail, the flush divides the batch
+itself: the load and decision queues of the engine repeat each call alone, SQLite and Postgres commit halves.
 """
 
 from __future__ import annotations

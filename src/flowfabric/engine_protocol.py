@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from flowfabric import errors
     from flowfabric.clock import StoreClockEstimate
-    from flowfabric.engine.durable.approvals import ApprovalPage
+    from flowfabric.engine.durable.approval_inbox import ApprovalPage
     from flowfabric.engine.durable.facts import FactReading
     from flowfabric.engine.durable.held_runs import OldWays
     from flowfabric.engine.engine import Capabilities, SchemaVersion

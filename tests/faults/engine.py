@@ -21,14 +21,14 @@ ENGINE = (
     ),
     Fault(
         "an error after a lost reply to a change of an aggregate says that nothing was written",
-        "engine/runtime/root_queue.py",
+        "engine/runtime/aggregate_repository.py",
         "if unknown and not away.in_doubt:",
         "if False:",
         "tests/engine/runtime/test_unknown_outcomes.py",
     ),
     Fault(
         "a report that arrives late is counted again",
-        "engine/runtime/root_queue.py",
+        "engine/runtime/aggregate_repository.py",
         "unknown.append((change, answers))",
         "pass",
         "tests/engine/limits/test_lost_replies.py::test_a_limits_operation_that_was_lost_once_takes_effect_once",
@@ -105,7 +105,7 @@ ENGINE = (
     ),
     Fault(
         "a lost reply is treated as a refused commit",
-        "engine/runtime/runtime.py",
+        "engine/runtime/unknown_outcomes.py",
         '            if lost := unknown.get(getattr(row, "revision", 0)):\n',
         '            if lost := {}.get(getattr(row, "revision", 0)):\n',
         FLAKY,

@@ -14,7 +14,7 @@ from flowfabric.api.encoding import variant_name
 from flowfabric.client.base import ClientBase, execution_path, refuse_namespaces
 from flowfabric.client.errors import BACKEND
 from flowfabric.client.transport import quote_segment
-from flowfabric.engine.durable.approvals import ApprovalPage
+from flowfabric.engine.durable.approval_inbox import ApprovalPage
 from flowfabric.engine.operations.pages import ExecutionListPage, HistoryEntry, IdMatches
 from flowfabric.engine.operations.streams import Visibility
 from flowfabric.engine.types import ExecutionInput, ExecutionSnapshot, FlowGraph, FrameView, StateVector, StreamPage

@@ -19,7 +19,7 @@ from flowfabric.engine.claiming.grant_scheduler import GrantScheduler
 from flowfabric.engine.claiming.guarded_claims import GuardedClaims
 from flowfabric.engine.claiming.ready_queues import ReadyQueues
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
-from flowfabric.engine.durable.approvals import ApprovalInbox
+from flowfabric.engine.durable.approval_inbox import ApprovalInbox
 from flowfabric.engine.durable.child_cancels import ChildCancels
 from flowfabric.engine.durable.child_completions import ChildCompletions
 from flowfabric.engine.durable.children import ChildSpawner
@@ -54,10 +54,10 @@ from flowfabric.engine.operations.streams import StreamOperations
 from flowfabric.engine.operations.suspensions import SuspensionOperations
 from flowfabric.engine.retention.purger import Purger
 from flowfabric.engine.runtime.after_commit import MAX_CACHED_LEASES
+from flowfabric.engine.runtime.decision_queue import DecisionQueue
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
 from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.outbox_relay import OutboxRelay
-from flowfabric.engine.runtime.pending_rows import RootQueues
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.recent_keys import RecentKeys
 from flowfabric.engine.runtime.runtime import Runtime
@@ -119,7 +119,7 @@ class Engine(
         self.schema = schema or SchemaVersion(0, 0)
         self.runtime = runtime = Runtime(store, minter=minter or RandomMinter(), settings=settings or Settings())
         self.signing_keys = SigningKeys(runtime, SecretBox(runtime.settings.secret_key))
-        self.root_queues = RootQueues(runtime)
+        self.decision_queue = DecisionQueue(runtime)
         self.recent_creates = RecentCreates(runtime.wakeups)
         self.first_leases = RecentKeys(MAX_CACHED_LEASES)
         self.create_validator = validate.CreateValidator()
@@ -160,7 +160,7 @@ class Engine(
         self.gauges = GaugeReader(runtime)
         self.held_runs = HeldRuns(runtime, self.gauges)
         self.facts = Facts(runtime)
-        self.messages = Messages(runtime, self.root_queues)
+        self.messages = Messages(runtime, self.decision_queue)
         self.child_spawner = ChildSpawner(runtime)
         self.lives = Lives(runtime)
         self.keyed_runs = KeyedRuns(runtime, self.lane_spreads)

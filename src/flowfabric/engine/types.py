@@ -16,7 +16,7 @@ from flowfabric.model.condition import (
 from flowfabric.model.execution import KeyUntil
 from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.bulk_operation import BulkStatus
-from flowfabric.rules.durable.approvals import Approval
+from flowfabric.rules.durable.approval_views import Approval
 from flowfabric.rules.durable.asks import ReplyArgs
 from flowfabric.rules.durable.child_results import results_of
 from flowfabric.rules.durable.facts import MAX_FACT_BYTES, FactArgs, sets_of
@@ -39,9 +39,9 @@ from flowfabric.rules.flow.build import EdgeSnapshot
 from flowfabric.rules.flow.views import FlowGraph, FlowListing, FlowSnapshot
 from flowfabric.rules.limits.budget import BudgetNeed
 from flowfabric.rules.limits.quota import QuotaStatus
-from flowfabric.rules.schedule.define import Backfilled, PutOutcome
-from flowfabric.rules.schedule.planned_change import SCHEDULE_KEY
-from flowfabric.rules.schedule.views import ScheduleDescription, ScheduledRun, ScheduleStatus
+from flowfabric.rules.schedules.define import Backfilled, PutOutcome
+from flowfabric.rules.schedules.overlap import SCHEDULE_KEY
+from flowfabric.rules.schedules.views import ScheduleDescription, ScheduledRun, ScheduleStatus
 from flowfabric.rules.scheduling.capabilities import version_token
 from flowfabric.rules.security.keystore import KeyIds
 from flowfabric.rules.security.signed_handle import HandleKeys, is_signed_handle, sign_handle

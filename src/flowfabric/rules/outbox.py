@@ -1,6 +1,7 @@
 """Outbox: messages between partitions, committed with their cause, delivered at least once.
 
-The sender tries to deliver at once. A sweep delivers what is left and backs off exponentially.
+The sender tries to deliver at once. A sweep delivers what is left and backs off exponentially. The messages release
+quota slots of executions that have ended (`rules.limits.quota.release_messages`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Approvals: a question to people, each of whom votes through a signed link."""
+"""Approvals: a question to people, each of whom votes through a signed link.
+
+`ctx.approval` (`durable/waits.py`) opens a gate with a waitpoint for each approver; `rules.durable.gates` counts the
+votes, one for each waitpoint.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ release stay valid. A migration declares this in its leading comment:
 
 Without this line a migration is not compatible. The declaration is stored with the version in `ff_schema_version`,
 where releases that do not have the migration's file find it. On any other newer schema a release stops with
-`SchemaTooNew`, even while it is running.
+`SchemaTooNew`, even while it is running (`SchemaWatch` on Postgres and Valkey; SQLite checks in every transaction).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Execution, Payload
 from flowfabric.model.scheduling.schedule import Schedule
-from flowfabric.rules.schedule.identity import run_id
-from flowfabric.rules.schedule.planned_change import MAX_QUEUED, SCHEDULE_KEY, pending_of
+from flowfabric.rules.schedules.identity import run_id
+from flowfabric.rules.schedules.overlap import MAX_QUEUED, SCHEDULE_KEY, pending_of
 from flowfabric.testing.invariants import InvariantBroken, scan_all
 
 

@@ -12,7 +12,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.runtime import StoreBackoff
+from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, Completed, ProgressNoted, Renewed
 from flowfabric.model.change import Change, Patch, seen

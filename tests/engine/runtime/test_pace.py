@@ -11,7 +11,7 @@ import pytest
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.limits import unblocker
-from flowfabric.engine.runtime.runtime import StoreBackoff
+from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.limits import QuotaPolicyCreated
 from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.runtime import StoreBackoff
+from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.errors import StoreUnavailable
 from flowfabric.stores.port import Store
 from tests.engine.lossy_store import Loss, LossyStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.rules.durable.approvals import Approver
+from flowfabric.rules.durable.approval_views import Approver
 from flowfabric.rules.durable.vote_schema import schema_tag
 from tests.scenarios.durable_function import HOUR, DurableFunction, opened
 from tests.scenarios.env import Env

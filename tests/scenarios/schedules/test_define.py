@@ -13,7 +13,7 @@ from flowfabric.engine.schedules import operator
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Created, Duplicate
 from flowfabric.model.scheduling.schedule import Calendar, Overlap, PausedBy, ScheduleSpec
-from flowfabric.rules.schedule.identity import run_id
+from flowfabric.rules.schedules.identity import run_id
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.env import Env
 from tests.scenarios.schedules.test_fire import (
@@ -131,7 +131,7 @@ async def test_a_long_backfill_that_died_is_finished_by_the_next_one(env: Env, m
     dying = Engine(flaky, minter=SeededMinter(2))
     # The first page is written, and then the process is cut off.
     flaky.lose("commit", Loss.REQUEST, times=1000, after=1)
-    monkeypatch.setattr("flowfabric.engine.runtime.runtime.StoreBackoff.__init__.__defaults__", (0.05,))
+    monkeypatch.setattr("flowfabric.engine.runtime.backoff.StoreBackoff.__init__.__defaults__", (0.05,))
     with pytest.raises(errors.StoreUnavailable):
         await dying.backfill_schedule(NAME, end - 25 * MINUTE, end, overlap="allow")
     assert (await row_of(env)).fired == 10
@@ -152,7 +152,7 @@ async def test_a_triggered_run_counts_as_under_way(env: Env) -> None:
 
 
 async def test_too_many_triggered_runs_are_refused(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.rules.schedule.define.MAX_ACTIVE", 2)
+    monkeypatch.setattr("flowfabric.rules.schedules.define.MAX_ACTIVE", 2)
     await put(env)
     for _ in range(2):
         await env.engine.trigger_schedule(NAME)

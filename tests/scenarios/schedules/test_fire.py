@@ -14,8 +14,8 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Payload
 from flowfabric.model.scheduling.schedule import Overlap, PausedBy, Schedule, ScheduleSpec
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.schedule.identity import run_id
-from flowfabric.rules.schedule.views import ScheduleDescription
+from flowfabric.rules.schedules.identity import run_id
+from flowfabric.rules.schedules.views import ScheduleDescription
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.env import Env
 

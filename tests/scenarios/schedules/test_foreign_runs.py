@@ -7,7 +7,7 @@ import pytest
 from flowfabric.engine.runtime.read_set import load_one
 from flowfabric.model.change import Change, Patch
 from flowfabric.model.scheduling.schedule import Overlap, PausedBy, Schedule, ScheduleSpec
-from flowfabric.rules.schedule.identity import run_id
+from flowfabric.rules.schedules.identity import run_id
 from tests.scenarios.env import Env
 from tests.scenarios.schedules.test_fire import MINUTE, fire, fire_next, put, row_of, runs, to_next_instant
 

@@ -206,7 +206,7 @@ async def write_limit(env: Env, hard: int) -> None:
 async def test_a_claim_fails_closed_when_the_store_is_unavailable(
     env: Env, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.runtime.runtime.StoreBackoff.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("flowfabric.engine.runtime.backoff.StoreBackoff.__init__.__defaults__", (0.0,))
     await policy(env, cap=5)
     e = await env.create(policy={"quota_policy_ids": [Q]})
     await env.claim_next(lane="other")  # the queues are known: only admission is loaded

@@ -10,7 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.runtime.pending_rows import PendingRows
+from flowfabric.engine.runtime.decision_queue import PendingRows
 from flowfabric.model.change import Change, Guard, Patch, Upsert
 from flowfabric.model.condition import Count, CountKind, OperatorOnly
 from flowfabric.model.execution import Execution

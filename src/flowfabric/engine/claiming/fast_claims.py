@@ -10,8 +10,9 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.claiming.late_claims import LateClaims
 from flowfabric.engine.claiming.ready_queues import ReadyQueues, claim_limit
+from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.engine.runtime.read_set import ReadSet
-from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC
 from flowfabric.engine.validation.execution import ClaimOrder
 from flowfabric.handles import Handle, HandleFields, HandleKind

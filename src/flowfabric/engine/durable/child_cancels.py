@@ -2,6 +2,7 @@
 
 The change that ends the parent says so in a row. The process that wrote it cancels the children right away, a hundred
 in a change; the sweep does it if that process dies. The cancel of a child that is a parent itself writes one too.
+`rules.execution.cancel.cancel_abandoned` decides which children are cancelled: detached ones are left alone.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from flowfabric.model.suspension import Suspension
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import child_results
 from flowfabric.rules.durable import gates as gate_rules
-from flowfabric.rules.schedule.identity import is_schedule_id
+from flowfabric.rules.schedules.identity import is_schedule_id
 from flowfabric.stores.queries import Read, Scan, Where
 
 MAX_CHILD_COMPLETIONS = 1000  # completions that one change delivers to a parent

@@ -8,7 +8,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.decision_queue import DecisionQueue
 from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import completion_topic, reply_topic, wait_for_wakeup
@@ -35,9 +35,9 @@ MAX_CACHED_INBOXES = 1000
 class Messages:
     """Sends messages to runs, and carries replies to those who ask."""
 
-    def __init__(self, runtime: Runtime, root_queues: RootQueues) -> None:
+    def __init__(self, runtime: Runtime, decision_queue: DecisionQueue) -> None:
         self.runtime = runtime
-        self.root_queues = root_queues
+        self.decision_queue = decision_queue
         # By execution, which may be created again under its id: when it was, and what it declares to take.
         self._inboxes: dict[str, tuple[int, Inbox]] = {}
 
@@ -64,7 +64,7 @@ class Messages:
                 found, suspension(rows), earlier(rows), ask, now, asked=known, inbox=inbox, call=call
             )
 
-        return await self.root_queues.decide_and_commit(ask.execution_id, reads, decide)
+        return await self.decision_queue.decide_and_commit(ask.execution_id, reads, decide)
 
     def _find_inbox(self, row: Execution) -> Inbox | None:
         created_at, inbox = self._inboxes.get(row.execution_id, (None, None))

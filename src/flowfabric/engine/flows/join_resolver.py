@@ -17,8 +17,9 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.after_commit import Rows, first_row
+from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.engine.runtime.read_set import Each, Many, One, ReadSet, load_each
-from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.change import Change, merge_changes
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import Dependency, EdgeGroup, Flow, GroupState, PendingMemberCancel

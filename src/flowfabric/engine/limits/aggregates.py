@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flowfabric import ids
-from flowfabric.engine.runtime.root_queue import AggregateRepository
+from flowfabric.engine.runtime.aggregate_repository import AggregateRepository
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.answers.limits import QuotaLimits
 from flowfabric.model.change import Change, Upsert

@@ -18,8 +18,8 @@ from flowfabric import errors
 from flowfabric.engine.claiming.fair_turns import FairTurns
 from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
+from flowfabric.engine.runtime.aggregate_repository import Decide
 from flowfabric.engine.runtime.read_set import ReadSet
-from flowfabric.engine.runtime.root_queue import Decide
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.event_loop import start_task
 from flowfabric.model.execution import Execution

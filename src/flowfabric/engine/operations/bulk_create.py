@@ -23,7 +23,8 @@ from flowfabric import errors, ids
 from flowfabric.engine.operations.create import CreateAnswer, create_one, defaults_of
 from flowfabric.engine.runtime.commit_queue import CommitResult
 from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
-from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.unknown_outcomes import UnknownOutcome
 from flowfabric.engine.validation import execution as validate
 from flowfabric.model.change import Change
 from flowfabric.rules import validation

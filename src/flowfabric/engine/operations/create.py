@@ -12,7 +12,8 @@ from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.commit_queue import result_of
 from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.read_set import ReadSet
-from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.unknown_outcomes import UnknownOutcome
 from flowfabric.engine.runtime.wakeups import lane_topic
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.change import Insert, Upsert

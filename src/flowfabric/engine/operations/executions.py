@@ -38,8 +38,8 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import dependencies, successors
-from flowfabric.rules.schedule.define import Backfilled, PutOutcome
-from flowfabric.rules.schedule.views import ScheduleDescription
+from flowfabric.rules.schedules.define import Backfilled, PutOutcome
+from flowfabric.rules.schedules.views import ScheduleDescription
 from flowfabric.stores.port import SupportsCallerTransaction
 from flowfabric.stores.queries import Read, Scan, Where
 

@@ -12,7 +12,8 @@ from flowfabric import errors
 from flowfabric.engine.flows.join_resolver import JoinResolver
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.read_set import ReadSet
-from flowfabric.engine.runtime.runtime import Runtime, UnknownOutcome
+from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.runtime.unknown_outcomes import UnknownOutcome
 from flowfabric.engine.validation import execution as validate
 from flowfabric.handles import Handle, HandleFields
 from flowfabric.model.answers import execution as answers

@@ -13,8 +13,8 @@ from flowfabric.engine.limits.aggregates import LimitAggregates
 from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.limits.quota_slots import QuotaSlots
 from flowfabric.engine.limits.unblocker import PAGE_SIZE, Unblocker
+from flowfabric.engine.runtime.aggregate_repository import Decide
 from flowfabric.engine.runtime.read_set import ReadSet, load_one
-from flowfabric.engine.runtime.root_queue import Decide
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import limits as validate_limits

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.durable.approvals import ApprovalInbox, ApprovalPage
+from flowfabric.engine.durable.approval_inbox import ApprovalInbox, ApprovalPage
 from flowfabric.engine.operations.pages import SuspendedEntry, SuspendedPage, WaitpointPage
 from flowfabric.engine.runtime.after_commit import Rows
-from flowfabric.engine.runtime.pending_rows import RootQueues
+from flowfabric.engine.runtime.decision_queue import DecisionQueue
 from flowfabric.engine.runtime.read_set import Many, One, ReadSet, load_each, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.signing_keys import SigningKeys
@@ -89,7 +89,7 @@ class SuspensionOperations:
     approval_inbox: ApprovalInbox
     runtime: Runtime
     signing_keys: SigningKeys
-    root_queues: RootQueues
+    decision_queue: DecisionQueue
 
     async def create_waitpoint(self, handle: Handle, waitpoint_key: str, expires_in: int) -> PendingWaitpoint:
         """Create a waitpoint before the wait; it buffers signals for `expires_in` ms."""
@@ -234,7 +234,7 @@ class SuspensionOperations:
             )
             return signals.deliver_signal(loaded, args, now)
 
-        return await self.root_queues.decide_and_commit(args.execution_id, reads, decide)
+        return await self.decision_queue.decide_and_commit(args.execution_id, reads, decide)
 
     async def deliver_approval_signal(
         self,

@@ -1,7 +1,8 @@
 """CommitQueue: concurrent changes of one process are written in one round trip.
 
 A batch never holds two changes about one aggregate root: the second one waits for the next batch, sees the first, and
-is decided again if need be.
+is decided again if need be. A batch whose reply is lost raises `StoreUnavailable` with `in_doubt` for each of its
+changes; `Runtime.decide_and_commit` finds out which were written, and sends the others again.
 
 A claim of this process that wants the work which a batch enqueues is sent with it (`PendingClaim`), if the store can
 commit and claim in one statement.

@@ -2,50 +2,37 @@
 
 Load the rows (or use a row cached under a live lease), ask the rule, commit, answer. If the store refuses the commit,
 another writer was faster or the cached row was stale: load again and ask the same rule again, so that the reason given
-is the true one. If the reply to a commit is lost, the next load shows whether it was written (`rules.commit_evidence`).
+is the true one. If the reply to a commit is lost, the next load shows whether it was written (`unknown_outcomes`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from flowfabric import errors
-from flowfabric.engine.runtime.after_commit import AfterCommit, Rows, execution_among, first_row
+from flowfabric.engine.runtime.after_commit import AfterCommit, Rows, first_row
+from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.engine.runtime.load_queue import LoadQueue
 from flowfabric.engine.runtime.read_set import ReadSet
+from flowfabric.engine.runtime.unknown_outcomes import UnknownOutcome, UnknownOutcomes
 from flowfabric.handles import Handle, HandleFields, open_handle
 from flowfabric.ids import Minter
-from flowfabric.model.change import Change, Delete, Patch, Upsert, expand
-from flowfabric.model.event import TOPIC_FIELDS, Event, FeedEvent
+from flowfabric.model.change import Change
+from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.model.execution import Execution
-from flowfabric.rules.commit_evidence import evidence_rows, find_event, is_evidence
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.flow.successors import succeeded_upstream
 from flowfabric.settings import Settings
-from flowfabric.stores.catalog import TABLE, key_of
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read, Scan, Search, SearchPage
 
 A = TypeVar("A")
 _RANDOM = random.SystemRandom()  # the application's own generator is left alone
-RETRY_FOR_S = 15.0
-PERMANENT_FAULTS = (errors.StoreFault.OTHER, errors.StoreFault.AUTH)  # retrying does not help
-MAX_PROBED_ROWS = 100  # of one change: any of them proves that it was written
-MAX_HISTORY_EVENTS = 1000
-
-
-class UnknownOutcome(msgspec.Struct, frozen=True):
-    """A change whose reply was lost, with its decision and the rows it was decided on."""
-
-    change: Change
-    decision: Decision[Any]
-    rows: Rows
 
 
 class ReleaseInliner(Protocol):
@@ -70,6 +57,7 @@ class Runtime(AfterCommit):
         self.partitions = settings.partitions
         self.poll_interval_s = settings.poll_ms / 1000
         self.load_queue = LoadQueue(store)
+        self._unknown_outcomes = UnknownOutcomes(self.load, self._history)
         self.random: Callable[[], float] = _RANDOM.random
         self._lane_refreshed_at: dict[str, int] = {}  # by lane: when this process last loaded its queues
         self._next_lease_expiry: dict[str, int] = {}  # by lane: the earliest known expiry, ignoring renewals
@@ -144,9 +132,7 @@ class Runtime(AfterCommit):
                 if rows is None:
                     loaded = await self.load(reads() if callable(reads) else reads)
                     rows, now, fresh = loaded.rows, loaded.now, True
-                    if unknown and (
-                        found := _find_by_revision(unknown, rows) or await self._find_evidence(unknown, rows)
-                    ):
+                    if unknown and (found := await self._unknown_outcomes.find_written(unknown, rows)):
                         written, committed_at = found
                         self.publish_commit(written.change, written.rows, committed_at or now)
                         answer: A = written.decision.unwrap(committed_at or now)
@@ -198,103 +184,11 @@ class Runtime(AfterCommit):
             assumed_rows=None if cached is None else reads.assume(row, cached),
         )
 
-    async def _find_evidence(
-        self, unknown: dict[int, UnknownOutcome], rows: Rows
-    ) -> tuple[UnknownOutcome, int | None] | None:
-        """Return the change that was written and whose roots others have written since: its event or row is stored.
-
-        A root that nobody has written since the decision proves that the change was not written.
-        """
-        for lost in unknown.values():
-            change = lost.change if lost.change.template is None else expand(lost.change, first_row(lost.rows))
-            if _is_unwritten(change, rows):
-                continue
-            if change.events and (event := await self._stored_event(change.events[0], lost.rows)) is not None:
-                return lost, event.at
-            intended = evidence_rows(change, (row for found in lost.rows for row in found))[-MAX_PROBED_ROWS:]
-            if not intended:
-                continue
-            stored = (await self.load([Read(type(row), key_of(row)) for row in intended])).rows
-            if any(found and is_evidence(found[0], row) for row, found in zip(intended, stored, strict=True)):
-                return lost, None
-        return await self._find_deleted(unknown)
-
-    async def _find_deleted(self, unknown: dict[int, UnknownOutcome]) -> tuple[UnknownOutcome, int | None] | None:
-        """Return the change without events that deletes a root which no longer exists, by this change or another."""
-        for lost in unknown.values():
-            if lost.change.events:
-                continue
-            roots = {(guard.row, guard.key) for guard in lost.change.guards}
-            deletes = [
-                write for write in lost.change.writes if isinstance(write, Delete) and (write.row, write.key) in roots
-            ]
-            if deletes and not any((await self.load([Read(write.row, write.key) for write in deletes])).rows):
-                return lost, None
-        return None
-
-    async def _stored_event(self, event: Event, decided_on: Rows) -> FeedEvent | None:
-        """Return an event as its execution's history has it, if it was stored since the decision."""
-        topic = next(topic for topic, field in TOPIC_FIELDS.items() if getattr(event, field) is not None)
-        history = await self.retry_while_unavailable(
-            lambda: self.store.history(event.execution_id, topic, MAX_HISTORY_EVENTS)
-        )
-        return find_event(history, event, execution_among(event.execution_id, decided_on))
+    async def _history(self, execution_id: str, topic: Topic, limit: int) -> list[FeedEvent]:
+        return await self.retry_while_unavailable(lambda: self.store.history(execution_id, topic, limit))
 
     def handle_fields(self, handle: Handle) -> HandleFields:
         """Return the content of a handle; refuse one of another store."""
         if not isinstance(handle, Handle):
             raise errors.InvalidInput("handle: not a handle")
         return open_handle(handle, self.store.tag)
-
-
-def _find_by_revision(unknown: dict[int, UnknownOutcome], rows: Rows) -> tuple[UnknownOutcome, int | None] | None:
-    """Return the change that wrote one of these roots last, and the commit's time if the row has it."""
-    for found in rows:
-        for row in found:
-            if lost := unknown.get(getattr(row, "revision", 0)):
-                return lost, getattr(row, "last_mutation_at", None)
-    return None
-
-
-def _is_unwritten(change: Change, rows: Rows) -> bool:
-    """Return whether a root that the change writes still has the revision that it was decided on."""
-    decided_on = {(guard.row, guard.key): guard.revision for guard in change.guards}
-    written = {
-        (write.row, write.key)
-        for write in change.writes
-        if isinstance(write, Delete) or (isinstance(write, Patch) and write.unless_set is None)
-    }
-    written |= {(type(write.row), key_of(write.row)) for write in change.writes if isinstance(write, Upsert)}
-    return any(
-        (root := (type(row), key_of(row))) in written and decided_on.get(root) == getattr(row, "revision", None)
-        for found in rows
-        for row in found
-        if TABLE[type(row)].is_aggregate_root
-    )
-
-
-class StoreBackoff:
-    """A growing, jittered delay between attempts, up to a limit that starts with the first failure."""
-
-    __slots__ = ("_attempts", "_give_up_at", "_retry_for_s")
-
-    def __init__(self, retry_for_s: float = RETRY_FOR_S) -> None:
-        self._retry_for_s = retry_for_s
-        self._attempts = 0
-
-    async def sleep_or_raise(self) -> None:
-        """Sleep before the next attempt; called in an exception handler, raises its error when the time is used up.
-
-        A permanent fault (closed store, not a database, wrong password) is raised at once, unless the outcome is
-        unknown: then the caller has to find out first.
-        """
-        error = sys.exception()
-        if isinstance(error, errors.StoreUnavailable) and error.source in PERMANENT_FAULTS and not error.in_doubt:
-            raise
-        now = asyncio.get_running_loop().time()
-        if not self._attempts:
-            self._give_up_at = now + self._retry_for_s
-        elif now >= self._give_up_at:
-            raise
-        self._attempts += 1
-        await asyncio.sleep(_RANDOM.random() * min(1.0, 0.02 * 2**self._attempts))

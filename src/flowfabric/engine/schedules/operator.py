@@ -20,11 +20,11 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.scheduling.schedule import Overlap, RunTemplate, Schedule, ScheduleSpec
 from flowfabric.rules import validation
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.schedule import define, views
-from flowfabric.rules.schedule.define import Backfilled, PutOutcome, ScheduleRequest
-from flowfabric.rules.schedule.fire import MAX_INSTANTS, due_instants
-from flowfabric.rules.schedule.identity import schedule_id, triggered_run_id
-from flowfabric.rules.schedule.views import ScheduleDescription, ScheduleStatus
+from flowfabric.rules.schedules import define, views
+from flowfabric.rules.schedules.define import Backfilled, PutOutcome, ScheduleRequest
+from flowfabric.rules.schedules.fire import MAX_INSTANTS, due_instants
+from flowfabric.rules.schedules.identity import schedule_id, triggered_run_id
+from flowfabric.rules.schedules.views import ScheduleDescription, ScheduleStatus
 from flowfabric.stores.queries import Scan, Where
 
 MAX_NOTE_BYTES = 4096

@@ -17,9 +17,9 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.gate import ChildCompletion
 from flowfabric.model.scheduling.schedule import Schedule
 from flowfabric.rules.decision import Decision
-from flowfabric.rules.schedule import fire as fire_rules
-from flowfabric.rules.schedule.fire import Fired
-from flowfabric.rules.schedule.planned_change import Runs
+from flowfabric.rules.schedules import fire as fire_rules
+from flowfabric.rules.schedules.fire import Fired
+from flowfabric.rules.schedules.overlap import Runs
 from flowfabric.stores.queries import Read
 
 A = TypeVar("A")

@@ -10,7 +10,8 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.cursors import encode_cursor
-from flowfabric.engine.runtime.runtime import RETRY_FOR_S, Runtime, StoreBackoff
+from flowfabric.engine.runtime.backoff import RETRY_FOR_S, StoreBackoff
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC, wait_for_wakeup
 from flowfabric.model.event import FeedEvent, Topic
 from flowfabric.rules import feed

@@ -1,4 +1,7 @@
-"""The background sweeps in one table: what falls due, and the operation on it."""
+"""The background sweeps in one table: what falls due, and the operation on it.
+
+The interval of a sweep is the field of its name in `settings.Sweeps`.
+"""
 
 from __future__ import annotations
 

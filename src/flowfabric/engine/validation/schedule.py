@@ -7,7 +7,7 @@ from flowfabric.engine.validation import execution as validate
 from flowfabric.model.scheduling.schedule import ScheduleSpec
 from flowfabric.rules import validation
 from flowfabric.rules.execution.create import CreateExecution
-from flowfabric.rules.schedule import recurrence
+from flowfabric.rules.schedules import recurrence
 
 MAX_NAME_BYTES = 256
 

@@ -61,7 +61,7 @@ def report_to_parent(row: Execution, outcome: TerminalOutcome, result: Result | 
     return (Upsert(end),)
 
 
-def cancel_children(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
+def request_child_cancels(row: Execution, outcome: TerminalOutcome) -> tuple[Write, ...]:
     """Let the children of a cancelled or expired execution be cancelled. Only a durable function has any."""
     if outcome not in (TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED):
         return ()

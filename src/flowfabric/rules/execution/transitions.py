@@ -101,7 +101,7 @@ def terminate(
     writes += cleanup.close_stream(row, stream_reason or cleanup.STREAM_REASON[outcome])
     writes += cleanup.close_suspension(row, suspension_reason or outcome.value)
     writes += cleanup.report_to_parent(row, outcome, result)
-    writes += cleanup.cancel_children(row, outcome)
+    writes += cleanup.request_child_cancels(row, outcome)
     if records_outcome:
         extra_writes += successors.outcome_writes(row, outcome)
     return Change(

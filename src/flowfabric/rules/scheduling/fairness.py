@@ -2,7 +2,7 @@
 
 Priority comes first, raised by waiting if a policy asks for ageing. Fairness keys (tenants) whose first rows have equal
 priority are served in weighted round robin: with weights 3 and 1, three of four claims go to the first. Within a key,
-age decides.
+age decides (`queue.position_offset`).
 
 Credits implement the round robin. With every pick, each competing key gains its weight, and the picked key pays the sum
 of all weights; the key with the most credit is next. Each claimer keeps its own credits, so the result is fair per

@@ -1,7 +1,7 @@
 """Ready queues: the queue and position of an execution that becomes claimable.
 
 Both are computed and stored when the execution is enqueued. A claim then reads the first rows of the queues it may
-serve, and neither sorts nor matches capabilities.
+serve, and neither sorts nor matches capabilities. The order across the queues of a lane is that of `fairness`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from msgspec import UNSET
 from flowfabric.api import signals as api
 from flowfabric.api.durable import ListFactsResponse
 from flowfabric.api.encoding import MAX_WAIT_MS, decode_octets
-from flowfabric.engine.durable.approvals import ApprovalPage
+from flowfabric.engine.durable.approval_inbox import ApprovalPage
 from flowfabric.engine.durable.facts import FactReading
 from flowfabric.engine.types import Accepted, DuplicateDelivery, MessageArgs, SignalArgs, WaitpointRecord
 from flowfabric.model.gate import Reply

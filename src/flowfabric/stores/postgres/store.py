@@ -144,10 +144,10 @@ class PostgresStore:
         try:
             verdicts, _ = await self._commit(await self._plan(changes), topics)
         except Unstorable as fault:
-            return await self._commit_halves(changes, topics, fault)
+            return await self._commit_in_halves(changes, topics, fault)
         return verdicts
 
-    async def _commit_halves(
+    async def _commit_in_halves(
         self, changes: Sequence[Change], topics: frozenset[str], fault: Unstorable
     ) -> list[Verdict]:
         """Commit a batch that failed with `fault` in halves, until each change at fault is alone."""
@@ -175,7 +175,7 @@ class PostgresStore:
                 plan.claim = plan_claim(changes, plan.rounds[0], request, queue_ids)
             verdicts, result = await self._commit(plan, topics)
         except Unstorable as fault:
-            return CommitAndClaimResult(await self._commit_halves(changes, topics, fault), [])
+            return CommitAndClaimResult(await self._commit_in_halves(changes, topics, fault), [])
         if plan.claim is None:
             return CommitAndClaimResult(verdicts, [])
         rows = await self._queue_ids.decode(

@@ -1,7 +1,8 @@
 """Online backup: a consistent and verified copy of a file that is in use.
 
 SQLite's backup API reads all pages in one transaction, so it copies one snapshot while other processes keep writing. A
-plain `cp` reads pages of different states and omits the WAL: such a copy may be corrupt.
+plain `cp` reads pages of different states and omits the WAL: such a copy may be corrupt. A process that has the old
+file open after a restore is refused by `file_identity`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ import apsw
 from flowfabric.errors import ForkedProcess, SchemaTooNew, StoreUnavailable
 from flowfabric.stores.sqlite import statements
 from flowfabric.stores.sqlite.errors import translate_error, unavailable
-from flowfabric.stores.sqlite.file_lock import FileIdentity, WriterLock
+from flowfabric.stores.sqlite.file_identity import FileIdentity
+from flowfabric.stores.sqlite.file_lock import WriterLock
 from flowfabric.stores.sqlite.queue_ids import WriterQueueIds
 from flowfabric.stores.verdicts import Unstorable
 

@@ -1,4 +1,4 @@
-"""The database file: refuses network file systems, detects a replaced file, and serializes writers by a lock file."""
+"""The database file: refuses network file systems, and serializes writers by a lock file."""
 
 from __future__ import annotations
 
@@ -34,38 +34,6 @@ def refuse_network_filesystem(path: Path, mounts: Path = _MOUNTS) -> None:
             best, kind = where, fstype
     if _NETWORK(kind):
         raise InvalidInput(f"{path} lies on a network file system ({kind}); SQLite needs a local one")
-
-
-class FileIdentity:
-    """The identity of the file that was opened.
-
-    Writes to a file that was removed or replaced would be lost, and cached data such as queue ids may be wrong for the
-    new file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._opened: tuple[int, int] | None = None
-
-    def pin(self) -> None:
-        """Record the file at the path as the opened one."""
-        self._opened = self._now()
-
-    def is_same(self) -> bool:
-        """True if the path still leads to the opened file, or if none was recorded."""
-        return self._opened is None or self._now() == self._opened
-
-    def check_same(self) -> None:
-        """Raise `StoreUnavailable` if the file was removed or replaced."""
-        if not self.is_same():
-            raise unavailable(f"{self._path} was removed or replaced after it was opened; open the store again")
-
-    def _now(self) -> tuple[int, int] | None:
-        try:
-            stat = os.stat(self._path)  # noqa: PTH116 - three times as fast, and this runs for each job
-        except OSError:
-            return None
-        return stat.st_dev, stat.st_ino
 
 
 class WriterLock:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import apsw
 
-from flowfabric.stores.sqlite.file_lock import FileIdentity
+from flowfabric.stores.sqlite.file_identity import FileIdentity
 
 T = TypeVar("T")
 

@@ -31,7 +31,8 @@ from flowfabric.stores.sqlite import migrator, reads, writes
 from flowfabric.stores.sqlite.connection_thread import ConnectionThread, WriterThread
 from flowfabric.stores.sqlite.errors import unavailable
 from flowfabric.stores.sqlite.file_clock import FileClock, InjectedClock
-from flowfabric.stores.sqlite.file_lock import FileIdentity, WriterLock, refuse_network_filesystem
+from flowfabric.stores.sqlite.file_identity import FileIdentity
+from flowfabric.stores.sqlite.file_lock import WriterLock, refuse_network_filesystem
 from flowfabric.stores.sqlite.inline_reader import InlineReader
 from flowfabric.stores.sqlite.notifier import SQLiteNotifier
 from flowfabric.stores.sqlite.permissions import create_database
@@ -127,7 +128,7 @@ class SQLiteStore:
     async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         verdicts = await self._writer.run(
             lambda db: writes.commit(db, self._writer_queue_ids, changes, self._clock()),
-            lambda db, fault: writes.commit_in_parts(db, self._writer_queue_ids, changes, self._clock(), fault),
+            lambda db, fault: writes.commit_in_halves(db, self._writer_queue_ids, changes, self._clock(), fault),
         )
         if topics and int in map(type, verdicts):
             self.notify(topics)

@@ -73,7 +73,7 @@ def commit(db: apsw.Connection, queue_ids: WriterQueueIds, changes: Sequence[Cha
     return [None if number in refused else now for number in range(len(changes))] if refused else [now] * len(changes)
 
 
-def commit_in_parts(
+def commit_in_halves(
     db: apsw.Connection, queue_ids: WriterQueueIds, changes: Sequence[Change], now: int, fault: Unstorable
 ) -> list[Verdict]:
     """Commit a batch that failed with `fault` in parts, each under a savepoint, until each change at fault is alone."""
@@ -91,7 +91,7 @@ def commit_in_parts(
                 raise
             db.execute("ROLLBACK TO part")
             queue_ids.on_rollback()
-            verdicts += commit_in_parts(db, queue_ids, part, now, part_fault)
+            verdicts += commit_in_halves(db, queue_ids, part, now, part_fault)
         db.execute("RELEASE part")
     return verdicts
 

@@ -2,6 +2,7 @@
 
 `fire` judges the row that it is given by the store's clock: by any caller, and however often, an instant is decided
 once. Instants that were missed by no more than `catch_up_ms` are made up for, oldest first; older ones are counted.
+What an instant does while a run of the schedule is under way is decided in `overlap`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from flowfabric.model.scheduling.schedule import Overlap, PausedBy, Schedule, Sc
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution.create import NO_DEFAULTS, PolicyDefaults
-from flowfabric.rules.schedule import recurrence
-from flowfabric.rules.schedule.identity import jitter_ms, run_id
-from flowfabric.rules.schedule.planned_change import Plan, Runs, active_of, is_foreign, mark_updated, pending_of
+from flowfabric.rules.schedules import recurrence
+from flowfabric.rules.schedules.identity import jitter_ms, run_id
+from flowfabric.rules.schedules.overlap import Plan, Runs, active_of, is_foreign, mark_updated, pending_of
 
 MAX_INSTANTS = 100  # instants of one change; the next change follows at once
 MAX_MISSED = 1000  # instants that one change counts as missed

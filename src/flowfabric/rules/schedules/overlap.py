@@ -1,5 +1,6 @@
-"""Plan: what instants do to a schedule and its runs, collected into one change.
+"""Overlap: what an instant does while a run of its schedule is under way.
 
+It is skipped, queued, runs beside that run or after its cancel. `Plan` collects what instants do into one change.
 The schedule, its runs and the reports of their ends lie on one partition. The change is guarded by the schedule's
 revision, so of two processes that fire the same instant one is refused and finds that the instant is decided.
 """
@@ -21,7 +22,7 @@ from flowfabric.model.scheduling.schedule import Overlap, RunTemplate, Schedule
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.rules.execution import cancel
 from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, PolicyDefaults, create
-from flowfabric.rules.schedule.identity import run_id
+from flowfabric.rules.schedules.identity import run_id
 
 MAX_QUEUED = 100
 MAX_ACTIVE = 100  # runs under way that a schedule counts

@@ -1,4 +1,4 @@
-"""RootQueues: concurrent decisions of one process about one root are committed as one change.
+"""DecisionQueue: concurrent decisions of one process about one root are committed as one change.
 
 Optimistic writers of one row conflict: of two hundred signals to one execution, one would be written per round trip.
 So decisions about one root are queued. While one batch is in flight the next one fills. A batch is loaded once, decided
@@ -35,7 +35,7 @@ class _QueuedDecision(NamedTuple):
     decide: Decide
 
 
-class RootQueues:
+class DecisionQueue:
     """Makes decisions about each root one after the other."""
 
     def __init__(self, runtime: Runtime) -> None:

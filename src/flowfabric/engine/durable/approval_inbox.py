@@ -14,8 +14,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import Signal, Suspension
 from flowfabric.rules import validation
-from flowfabric.rules.durable import approvals
-from flowfabric.rules.durable.approvals import Approval
+from flowfabric.rules.durable import approval_views
+from flowfabric.rules.durable.approval_views import Approval
 from flowfabric.rules.suspension import state as wait_state
 from flowfabric.stores.queries import Scan, Where
 
@@ -86,11 +86,11 @@ class ApprovalInbox:
         kinds = await self.runtime.kinds(ids)
         votes = {waitpoint: of_waitpoint(loaded) for waitpoint, of_waitpoint in signals.items()}
         return [
-            approvals.describe_approval(row, kinds.get(row.execution_id, ""), name, gate, votes)
+            approval_views.describe_approval(row, kinds.get(row.execution_id, ""), name, gate, votes)
             for row, suspension in zip(rows(loaded), asking, strict=True)
             if row is not None and row.lifecycle_phase is not LifecyclePhase.TERMINAL
             if wanted is None or row.namespace in wanted
-            for name, gate in approvals.approval_gates(suspension, now).items()
+            for name, gate in approval_views.approval_gates(suspension, now).items()
         ]
 
 

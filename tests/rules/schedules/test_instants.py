@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowfabric.errors import InvalidInput
 from flowfabric.model.scheduling.schedule import Calendar, ScheduleSpec
-from flowfabric.rules.schedule.recurrence import parse_spec
+from flowfabric.rules.schedules.recurrence import parse_spec
 
 ZONES = ("Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/Santiago")
 MINUTE = timedelta(minutes=1)

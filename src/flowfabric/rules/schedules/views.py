@@ -10,8 +10,8 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.scheduling.schedule import PausedBy, RunTemplate, Schedule, ScheduleSpec
 from flowfabric.model.states import PublicState
 from flowfabric.model.view import view_of
-from flowfabric.rules.schedule import recurrence
-from flowfabric.rules.schedule.planned_change import active_of, is_foreign, pending_of, template_of
+from flowfabric.rules.schedules import recurrence
+from flowfabric.rules.schedules.overlap import active_of, is_foreign, pending_of, template_of
 
 SHOWN = 10  # last and next instants of a description
 

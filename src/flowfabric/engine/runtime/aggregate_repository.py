@@ -21,7 +21,8 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.batcher import KeyedBatcher
-from flowfabric.engine.runtime.runtime import Runtime, StoreBackoff
+from flowfabric.engine.runtime.backoff import StoreBackoff
+from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.model.change import Change
 from flowfabric.model.security.owned_id import NamespacedId
 from flowfabric.stores.queries import Read, Scan

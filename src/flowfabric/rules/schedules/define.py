@@ -22,10 +22,10 @@ from flowfabric.model.scheduling.schedule import Overlap, PausedBy, RunTemplate,
 from flowfabric.model.states import PublicState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.create import NO_DEFAULTS, PolicyDefaults, create
-from flowfabric.rules.schedule import recurrence
-from flowfabric.rules.schedule.fire import decided_fields, due_instants, fired_plan, next_fields, paused_fields
-from flowfabric.rules.schedule.identity import run_id
-from flowfabric.rules.schedule.planned_change import (
+from flowfabric.rules.schedules import recurrence
+from flowfabric.rules.schedules.fire import decided_fields, due_instants, fired_plan, next_fields, paused_fields
+from flowfabric.rules.schedules.identity import run_id
+from flowfabric.rules.schedules.overlap import (
     MAX_ACTIVE,
     MAX_QUEUED,
     Plan,
