@@ -21,14 +21,14 @@ EXIT_NOT_ANSWERED = 5
 
 def send(
     execution_id: IdArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the message.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the message.")],
     value: Annotated[str, typer.Argument(metavar="VALUE", help="The value to send, as JSON.")] = "null",
     wait: Annotated[bool, typer.Option("--wait", help="Ask: wait for the reply, and print it.")] = False,
     timeout: TimeoutOption = None,
     by: Annotated[str, typer.Option(help="The sender.")] = "ff send",
     key: Annotated[
         str | None,
-        typer.Option(help="The same key is the same message; with --wait, it has the same reply.", show_default=False),
+        typer.Option(help="The same key is the same message; with --wait, it has the same reply."),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,

@@ -20,19 +20,17 @@ PAGE_SIZE = 100
 def signal(
     target: Annotated[
         str,
-        typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval.", show_default=False),
+        typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval."),
     ],
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME", help="The mailbox that `ctx.receive` reads; a link needs none.", show_default=False
-        ),
+        typer.Argument(metavar="NAME", help="The mailbox that `ctx.receive` reads; a link needs none."),
     ] = "",
     value: Annotated[str, typer.Option(help="The value to send, as JSON.")] = "null",
     by: Annotated[str, typer.Option(help="The sender.")] = "ff signal",
     key: Annotated[
         str | None,
-        typer.Option(help="Idempotency key: a message with the same key is delivered once.", show_default=False),
+        typer.Option(help="Idempotency key: a message with the same key is delivered once."),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
@@ -144,7 +142,6 @@ def approvals(
         typer.Option(
             metavar="URL",
             help="Where the links lead: FF_PUBLIC_URL, else the server that --store names.",
-            show_default=False,
         ),
     ] = None,
     store: StoreOrServerOption = None,
