@@ -26,6 +26,7 @@ from flowfabric.server.routes.queries import MAX_RESULT_BYTES, outcome_response
 from flowfabric.server.routing import NAMESPACE_PARAM, RouteGroup, Subject, one_of
 
 routes = RouteGroup("applications")
+budget_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.CHECKED_BY_HANDLER)
 worker_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
@@ -102,13 +103,7 @@ async def settle_for(request: Request[SettleReservationRequest]) -> limit_answer
     )
 
 
-@routes.post(
-    "/v1/budgets/{id}/refund",
-    {200: one_of(limit_answers.Refunded)},
-    body=RefundReservationRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
-)
+@budget_routes.post("/v1/budgets/{id}/refund", {200: one_of(limit_answers.Refunded)}, body=RefundReservationRequest)
 async def refund_reservation(request: Request[RefundReservationRequest]) -> limit_answers.Refunded:
     """Release what is left of a reservation; one that has ended releases nothing."""
     budget_id, body, namespace = request.budget_id, request.body, request.resolve_namespace(request.body.namespace)
@@ -127,13 +122,7 @@ async def refund_reservation(request: Request[RefundReservationRequest]) -> limi
     )
 
 
-@routes.post(
-    "/v1/budgets/{id}/wake",
-    {200: WakeBudgetResponse},
-    scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(NAMESPACE_PARAM,),
-)
+@budget_routes.post("/v1/budgets/{id}/wake", {200: WakeBudgetResponse}, query=(NAMESPACE_PARAM,))
 async def wake_budget(request: Request[bytes]) -> WakeBudgetResponse:
     """Let executions that wait for capacity of a budget check again."""
     return WakeBudgetResponse(

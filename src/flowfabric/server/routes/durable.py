@@ -17,6 +17,7 @@ from flowfabric.server.routes.leases import observed_signal_item
 from flowfabric.server.routing import CURSOR_PARAM, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("durable functions")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 holder_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.HANDLE)
 
 EXECUTION_PATH = "/v1/executions/{id}"
@@ -39,7 +40,7 @@ async def record_step(request: Request[api.RecordStepRequest]) -> StepMemo:
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/steps", {200: api.ReadStepsResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/steps", {200: api.ReadStepsResponse})
 async def read_steps(request: Request[None]) -> api.ReadStepsResponse:
     """Return the recorded steps of an execution in the order in which they began; results are base64."""
     return api.ReadStepsResponse(await request.engine.read_steps(request.execution_id))
@@ -226,12 +227,8 @@ async def record_patch(request: Request[api.RecordPatchRequest]) -> StepMemo:
     return await request.engine.record_patch(request.handle, body.patch, is_new=body.is_new, number=body.number)
 
 
-@routes.post(
-    f"{EXECUTION_PATH}/release",
-    {200: api.ReleaseHeldResponse},
-    body=api.ReleaseHeldRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.EXECUTION,
+@execution_routes.post(
+    f"{EXECUTION_PATH}/release", {200: api.ReleaseHeldResponse}, body=api.ReleaseHeldRequest, scope=ApiScope.WORK
 )
 async def release_held(request: Request[api.ReleaseHeldRequest]) -> api.ReleaseHeldResponse:
     """Resume a run that waits for other code, unless this version has held it before."""
@@ -277,13 +274,8 @@ async def pin_version(request: Request[api.PinVersionRequest]) -> StepMemo:
     return await request.engine.pin_version(request.handle, body.version, number=body.number)
 
 
-@routes.post(
-    f"{EXECUTION_PATH}/unpin",
-    {200: api.UnpinResponse},
-    body=api.UnpinRequest,
-    scope=ApiScope.OPERATE,
-    subject=Subject.EXECUTION,
-    audit=True,
+@execution_routes.post(
+    f"{EXECUTION_PATH}/unpin", {200: api.UnpinResponse}, body=api.UnpinRequest, scope=ApiScope.OPERATE, audit=True
 )
 async def unpin(request: Request[api.UnpinRequest]) -> api.UnpinResponse:
     """Let workers of any version continue a pinned run, or those of another version."""
@@ -294,19 +286,14 @@ def _gate_args(gate: api.NewGate) -> GateArgs:
     return GateArgs(**{name: getattr(gate, name) for name in gate.__struct_fields__})
 
 
-@routes.get(f"{EXECUTION_PATH}/waits", {200: api.ReadWaitsResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/waits", {200: api.ReadWaitsResponse})
 async def read_waits(request: Request[None]) -> api.ReadWaitsResponse:
     """Return the open gates of a durable function and the memos of closed ones."""
     waits = await request.engine.read_waits(request.execution_id)
     return api.ReadWaitsResponse(waits.open, waits.memos)
 
 
-@routes.get(
-    f"{EXECUTION_PATH}/gates/{{gate}}/votes",
-    {200: api.ReadVotesResponse},
-    scope=ApiScope.WORK,
-    subject=Subject.EXECUTION,
-)
+@execution_routes.get(f"{EXECUTION_PATH}/gates/{{gate}}/votes", {200: api.ReadVotesResponse}, scope=ApiScope.WORK)
 async def read_votes(request: Request[None]) -> api.ReadVotesResponse:
     """Return the signals that closed a gate, in the order of acceptance."""
     name = request.path_params[1]

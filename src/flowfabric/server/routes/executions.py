@@ -48,6 +48,7 @@ from flowfabric.server.routing import (
 )
 
 routes = RouteGroup("executions")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 submitter_routes = routes.with_defaults(scope=ApiScope.SUBMIT, subject=Subject.CHECKED_BY_HANDLER)
 operator_routes = routes.with_defaults(scope=ApiScope.OPERATE, subject=Subject.EXECUTION, audit=True)
 MAX_WARNING_CHARS = 1000
@@ -196,7 +197,7 @@ async def list_executions(request: Request[None]) -> ExecutionPage:
     return await request.engine.list_executions(partition, cursor=cursor, limit=request.int_param("limit", 50))
 
 
-@routes.get(EXECUTION_PATH, {200: api.ExecutionInfoResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(EXECUTION_PATH, {200: api.ExecutionInfoResponse})
 async def get_execution(request: Request[None]) -> api.ExecutionInfoResponse:
     """Return an execution and its state."""
     execution_id = request.execution_id
@@ -218,7 +219,7 @@ async def get_execution(request: Request[None]) -> api.ExecutionInfoResponse:
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/state", {200: PublicState}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/state", {200: PublicState})
 async def get_state(request: Request[None]) -> PublicState:
     """Return the public state of an execution."""
     execution_id = request.execution_id
@@ -227,13 +228,7 @@ async def get_state(request: Request[None]) -> PublicState:
     )
 
 
-@routes.get(
-    f"{EXECUTION_PATH}/result",
-    {200: OCTET_STREAM},
-    subject=Subject.EXECUTION,
-    query=(WAIT_MS_PARAM,),
-    long=True,
-)
+@execution_routes.get(f"{EXECUTION_PATH}/result", {200: OCTET_STREAM}, query=(WAIT_MS_PARAM,), long=True)
 async def get_result(request: Request[None]) -> Response:
     """Return the raw bytes of the result; with `wait_ms`, wait for the end of the execution."""
     execution_id = request.execution_id
@@ -274,12 +269,8 @@ async def revoke_lease(request: Request[bytes]) -> api.RevokeLeaseResponse | ans
     return api.RevokeLeaseResponse(answer.lease_id, str(answer.lease_epoch))
 
 
-@routes.put(
-    f"{EXECUTION_PATH}/tags",
-    {200: api.SetTagsResponse},
-    body=api.SetTagsRequest,
-    scope=ApiScope.SUBMIT,
-    subject=Subject.EXECUTION,
+@execution_routes.put(
+    f"{EXECUTION_PATH}/tags", {200: api.SetTagsResponse}, body=api.SetTagsRequest, scope=ApiScope.SUBMIT
 )
 async def set_execution_tags(request: Request[api.SetTagsRequest]) -> api.SetTagsResponse:
     """Set tags, all or none."""

@@ -31,6 +31,7 @@ from flowfabric.server.routing import (
 )
 
 routes = RouteGroup("lookups")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
 STRING_SCHEMA = {"type": "string"}
@@ -38,26 +39,26 @@ MAX_RESULT_BYTES = 8 * 1024 * 1024  # limit of one response; a larger single res
 RESULTS_BATCH = 20
 
 
-@routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot})
 async def describe_execution(request: Request[None]) -> ExecutionSnapshot:
     """Return an execution with its lease, its waitpoint and its tags."""
     execution_id = request.execution_id
     return require_found(await request.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
 
 
-@routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]})
 async def attempt_history(request: Request[None]) -> list[AttemptView]:
     """Return every attempt by index, the running one included."""
     return await request.engine.attempt_history(request.execution_id)
 
 
-@routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]})
 async def lease_history(request: Request[None]) -> list[HistoryEntry]:
     """Return the lease events of an execution, oldest first."""
     return await request.engine.lease_history(request.execution_id)
 
 
-@routes.get(f"{EXECUTION_PATH}/input", {200: api.ExecutionInputResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/input", {200: api.ExecutionInputResponse})
 async def read_input(request: Request[None]) -> api.ExecutionInputResponse:
     """Return the input of an execution, its kind and its policy."""
     found = await request.engine.read_input(request.execution_id)
@@ -66,13 +67,13 @@ async def read_input(request: Request[None]) -> api.ExecutionInputResponse:
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/progress", {200: api.ReadProgressResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/progress", {200: api.ReadProgressResponse})
 async def read_progress(request: Request[None]) -> api.ReadProgressResponse:
     """Return the last reported progress."""
     return api.ReadProgressResponse(*await request.engine.read_progress(request.execution_id))
 
 
-@routes.get(f"{EXECUTION_PATH}/explain", {200: api.ExplanationResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/explain", {200: api.ExplanationResponse})
 async def explain(request: Request[None]) -> api.ExplanationResponse:
     """Explain why an execution is not running."""
     explanation = await request.engine.explain(request.execution_id)
@@ -87,10 +88,9 @@ async def explain(request: Request[None]) -> api.ExplanationResponse:
     )
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/end",
     {200: api.ExecutionOutcomeResponse, 204: None},
-    subject=Subject.EXECUTION,
     query=(
         WAIT_MS_PARAM,
         QueryParam("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),

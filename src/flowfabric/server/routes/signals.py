@@ -28,6 +28,7 @@ from flowfabric.server.routing import (
 )
 
 routes = RouteGroup("signals")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 submitter_routes = routes.with_defaults(scope=ApiScope.SUBMIT, subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
@@ -36,10 +37,9 @@ NO_STORE = ("cache-control", "no-store")
 TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/pending-waitpoints",
     {200: list[api.WaitpointEntry]},
-    subject=Subject.EXECUTION,
     query=(QueryParam("after", {"type": "string", "format": "uuid"}), LIMIT_PARAM),
 )
 async def list_pending_waitpoints(request: Request[None]) -> list[api.WaitpointEntry]:
@@ -85,7 +85,7 @@ async def list_approvals(request: Request[None]) -> ApprovalPage:
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord})
 async def describe_waitpoint(request: Request[None]) -> WaitpointRecord:
     """Return a waitpoint of an execution, open or closed, and how many signals it has; not its token."""
     record = await request.engine.describe_waitpoint(
@@ -94,11 +94,10 @@ async def describe_waitpoint(request: Request[None]) -> WaitpointRecord:
     return require_found(record, "not found: waitpoint")
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}/token",
     {200: api.WaitpointTokenResponse},
     scope=ApiScope.OPERATE,
-    subject=Subject.EXECUTION,
     audit=True,
 )
 async def read_waitpoint_token(request: Request[None]) -> Response:
@@ -181,13 +180,7 @@ async def ask(request: Request[api.AskRequest]) -> Reply:
     return asked
 
 
-@routes.get(
-    f"{EXECUTION_PATH}/asks/{{message_id}}",
-    {200: Reply},
-    subject=Subject.EXECUTION,
-    query=(WAIT_MS_PARAM,),
-    long=True,
-)
+@execution_routes.get(f"{EXECUTION_PATH}/asks/{{message_id}}", {200: Reply}, query=(WAIT_MS_PARAM,), long=True)
 async def read_reply(request: Request[None]) -> Reply:
     """Return the reply to a message that wants one; wait up to `wait_ms` while it is open."""
     execution_id, message_id = request.execution_id, path_uuid("message_id", request.path_params[1], "")
@@ -198,16 +191,15 @@ async def read_reply(request: Request[None]) -> Reply:
     return await request.engine.read_reply(execution_id, message_id)
 
 
-@routes.get(f"{EXECUTION_PATH}/facts", {200: ListFactsResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/facts", {200: ListFactsResponse})
 async def list_facts(request: Request[None]) -> ListFactsResponse:
     """Return the facts of an execution by name; values are base64."""
     return ListFactsResponse(await request.engine.list_facts(request.execution_id))
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/facts/{{name}}",
     {200: FactReading},
-    subject=Subject.EXECUTION,
     query=(QueryParam("after", {"type": "integer", "minimum": 0}), WAIT_MS_PARAM),
     long=True,
 )
