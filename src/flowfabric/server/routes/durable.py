@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import asdict
+
 from flowfabric.api import durable as api
 from flowfabric.api.encoding import BULK_LIMIT, WORK_LIMIT, HolderRequest, decode_octets
 from flowfabric.engine.durable.held_runs import OldWays
@@ -62,10 +66,7 @@ async def leave_gates(request: Request[api.LeaveGatesRequest]) -> api.LeaveGates
     A memo is recorded in the same change, for a race: the winner.
     """
     body = request.body
-    operations = [
-        LeftOperation(name=item.name, occurrence=item.occurrence, is_gate=item.is_gate, number=item.number)
-        for item in body.operations
-    ]
+    operations = [LeftOperation(**asdict(item)) for item in body.operations]
     memo = None if body.memo is None else _memo_args(body.memo)
     return api.LeaveGatesResponse(await request.engine.leave_gates(request.handle, operations, memo=memo))
 
@@ -117,25 +118,7 @@ async def continue_as_new(request: Request[api.ContinueAsNewRequest]) -> Continu
 @holder_routes.post("/v1/leases/gates", {200: one_of(api.OpenGateResponse, GateMemo)}, body=api.OpenGateRequest)
 async def open_gate(request: Request[api.OpenGateRequest]) -> api.OpenGateResponse | GateMemo:
     """Open a gate by name; return the open one with the same links, or the memo of a closed one."""
-    body = request.body
-    answer = await request.engine.open_gate(
-        request.handle,
-        GateArgs(
-            name=body.name,
-            kind=body.kind,
-            expires_in_ms=body.expires_in_ms,
-            expires_at=body.expires_at,
-            condition=body.condition,
-            waitpoints=body.waitpoints,
-            mailbox=body.mailbox,
-            mailboxes=body.mailboxes,
-            children=body.children,
-            need=body.need,
-            any_outcome=body.any_outcome,
-            number=body.number,
-            task=body.task,
-        ),
-    )
+    answer = await request.engine.open_gate(request.handle, GateArgs(**request.body.to_kwargs("handle")))
     if isinstance(answer, GateMemo):
         return answer
     links = [api.GateLink(link.waitpoint_id, link.waitpoint_key, link.token.reveal()) for link in answer.links]
@@ -149,11 +132,14 @@ async def park(request: Request[api.ParkRequest]) -> Response:
     """Release the lease until one of these gates closes; keep it if one is closed already."""
     answer = await request.engine.park(request.handle, tuple(request.body.gates), reason_code=request.body.reason_code)
     if isinstance(answer, ParkResult):
-        request.trace_attempt_end("suspended")
-        return variant_response(
-            api.ParkedResponse(answer.suspension_id, await request.app.handle_signer.sign(answer.handle)), name="Parked"
-        )
+        return await _parked(request, answer)
     return variant_response(api.GatesReadyResponse(list(answer.gates)))
+
+
+async def _parked(request: Request[Any], parked: ParkResult) -> Response:
+    request.trace_attempt_end("suspended")
+    handle = await request.app.handle_signer.sign(parked.handle)
+    return variant_response(api.ParkedResponse(parked.suspension_id, handle), name="Parked")
 
 
 @holder_routes.post(
@@ -169,10 +155,7 @@ async def open_gates_and_park(request: Request[api.OpenAndParkRequest]) -> Respo
         request.handle, tuple(map(_gate_args, body.gates)), names=body.names, reason_code=body.reason_code
     )
     if isinstance(answer, ParkResult):
-        request.trace_attempt_end("suspended")
-        return variant_response(
-            api.ParkedResponse(answer.suspension_id, await request.app.handle_signer.sign(answer.handle)), name="Parked"
-        )
+        return await _parked(request, answer)
     return variant_response(api.GatesClosedResponse(answer.memos))
 
 
@@ -283,7 +266,7 @@ async def unpin(request: Request[api.UnpinRequest]) -> api.UnpinResponse:
 
 
 def _gate_args(gate: api.NewGate) -> GateArgs:
-    return GateArgs(**{name: getattr(gate, name) for name in gate.__struct_fields__})
+    return GateArgs(**asdict(gate))
 
 
 @execution_routes.get(f"{EXECUTION_PATH}/waits", {200: api.ReadWaitsResponse})

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from flowfabric import ids
 from flowfabric.api import executions as api
-from flowfabric.api.encoding import MAX_WAIT_MS, variant_name
+from flowfabric.api.encoding import variant_name
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.operations.pages import (
     ExecutionOutcome,
@@ -99,14 +99,8 @@ async def explain(request: Request[None]) -> api.ExplanationResponse:
 )
 async def await_end(request: Request[None]) -> api.ExecutionOutcomeResponse | Response:
     """Wait up to `wait_ms` for the outcome; include the result with `result=true`; 204 if it has not ended."""
-    wait_ms = min(request.int_param("wait_ms", 0), MAX_WAIT_MS)
     execution_id = request.execution_id
-    ended = (
-        await request.wait_while_connected(request.engine.await_end(execution_id, max_wait_ms=wait_ms))
-        if wait_ms
-        else None
-    )
-    ended = ended or await request.engine.await_end(execution_id)
+    ended = await request.long_poll(lambda ms: request.engine.await_end(execution_id, max_wait_ms=ms))
     if ended is None:
         return Response(204)
     return outcome_response(ended, with_result=request.query_param("result") in ("true", "1"))

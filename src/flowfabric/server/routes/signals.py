@@ -184,11 +184,7 @@ async def ask(request: Request[api.AskRequest]) -> Reply:
 async def read_reply(request: Request[None]) -> Reply:
     """Return the reply to a message that wants one; wait up to `wait_ms` while it is open."""
     execution_id, message_id = request.execution_id, path_uuid("message_id", request.path_params[1], "")
-    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
-        reading = request.engine.read_reply(execution_id, message_id, max_wait_ms=wait_ms)
-        if (found := await request.wait_while_connected(reading)) is not None:
-            return found
-    return await request.engine.read_reply(execution_id, message_id)
+    return await request.long_poll(lambda ms: request.engine.read_reply(execution_id, message_id, max_wait_ms=ms))
 
 
 @execution_routes.get(f"{EXECUTION_PATH}/facts", {200: ListFactsResponse})
@@ -206,8 +202,4 @@ async def list_facts(request: Request[None]) -> ListFactsResponse:
 async def read_fact(request: Request[None]) -> FactReading:
     """Return a fact whose number is greater than `after`; wait for it up to `wait_ms`, or until the run ends."""
     execution_id, name, after = request.execution_id, request.path_params[1], request.int_param("after", 0)
-    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
-        reading = request.engine.read_fact(execution_id, name, after=after, max_wait_ms=wait_ms)
-        if (found := await request.wait_while_connected(reading)) is not None:
-            return found
-    return await request.engine.read_fact(execution_id, name, after=after)
+    return await request.long_poll(lambda ms: request.engine.read_fact(execution_id, name, after=after, max_wait_ms=ms))
