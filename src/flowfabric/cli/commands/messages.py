@@ -37,21 +37,13 @@ def send(
 
     The exit code is 0 if it was sent, or answered; 1 if it was refused, and 5 if there is no reply.
     """
-    from flowfabric.cli.commands.signals import parse_json
-    from flowfabric.engine.types import Accepted, MessageArgs
+    from flowfabric.cli.commands.signals import make_message, parse_json
+    from flowfabric.engine.types import Accepted
 
     payload, waits = parse_json(value), wait or timeout is not None
 
     async def deliver(engine: EngineAPI, full_id: str) -> Any:
-        message = MessageArgs(
-            execution_id=full_id,
-            mailbox=name,
-            message_id=engine.minter.uuid(),
-            payload=payload,
-            payload_encoding="json",
-            sender=by,
-            idempotency_key=key,
-        )
+        message = make_message(engine, full_id, name, payload, by, key)
         return await _ask(engine, message, timeout) if waits else await engine.send_message(message)
 
     answer = run_on_execution(store, execution_id, deliver)
