@@ -92,7 +92,7 @@ class App:
         self.handle_signer = HandleSigner(engine, settings)
         self._rate = RateLimiter(settings.rate_limit)
         self.authenticator = Authenticator(settings, engine, self._rate)
-        self.tracing: tracing.Tracing = tracing.make_tracing()
+        self.tracing = tracing.make_tracing()
         self.login_limiter = RateLimiter(LOGIN_ATTEMPTS_PER_S, burst=LOGIN_ATTEMPTS)
         self._feeds = FeedLimiter(settings.max_feeds)
         self._hosts = HostFilter(settings)
