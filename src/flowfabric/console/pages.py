@@ -152,6 +152,11 @@ class Ui:
         app = self.request.app
         return show.payload(kind, data, redact=app.redact, hide=app.settings.hide_payloads)
 
+    def payload_text(self, kind: str, data: bytes | None, most: int | None = None) -> str:
+        """Return the text of a payload as it may be shown, at most so many characters of it."""
+        shown = self.payload(kind, data)
+        return "" if shown is None else shown.text[:most]
+
     # -- for templates --------------------------------------------------------------------------------------------
 
     def url(self, path: str = "", *names: str, **query: Any) -> str:

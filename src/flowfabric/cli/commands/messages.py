@@ -56,18 +56,14 @@ def send(
 
 
 async def _ask(engine: EngineAPI, message: Any, timeout: str | None) -> Reply:
-    import time
-
     from flowfabric.model.gate import ReplyState
-    from flowfabric.sdk.durations import to_ms
+    from flowfabric.sdk.answers import Deadline
+    from flowfabric.sdk.durations import to_seconds
 
-    until = None if timeout is None else time.monotonic() + to_ms(timeout, "timeout") / 1000
+    deadline = Deadline(to_seconds(timeout), max_poll_ms=POLL_MS)
     reply = await engine.ask(message)
-    while reply.state is ReplyState.OPEN:
-        left_ms = POLL_MS if until is None else round((until - time.monotonic()) * 1000)
-        if left_ms <= 0:
-            break
-        reply = await engine.read_reply(message.execution_id, reply.message_id, max_wait_ms=min(left_ms, POLL_MS))
+    while reply.state is ReplyState.OPEN and deadline.left_ms:
+        reply = await engine.read_reply(message.execution_id, reply.message_id, max_wait_ms=deadline.left_ms)
     return reply
 
 
