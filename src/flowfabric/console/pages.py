@@ -117,6 +117,11 @@ class Ui:
         """True if the caller is not bound to namespaces."""
         return self.principal.namespaces is None
 
+    def require_all_namespaces(self) -> None:
+        """Raise 403 if the caller is bound to namespaces."""
+        if not self.sees_all:
+            raise HttpError(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
+
     @property
     def given_namespace(self) -> str | None:
         """The namespace that is asked for; raises 403 if the caller may not see it."""

@@ -31,16 +31,9 @@ EXECUTION_PATH = "/v1/executions/{id}"
 async def record_step(request: Request[api.RecordStepRequest]) -> StepMemo:
     """Record the result of a step, or another state of it; a result or failure recorded before is returned instead."""
     body = request.body
+    result = decode_octets("result", body.result, body.result_b64) or b""
     return await request.engine.record_step(
-        request.handle,
-        body.name,
-        body.occurrence,
-        decode_octets("result", body.result, body.result_b64) or b"",
-        encoding=body.encoding,
-        digest=body.digest,
-        state=body.state,
-        number=body.number,
-        started_at=body.started_at,
+        request.handle, result=result, **body.to_kwargs("handle", "result", "result_b64")
     )
 
 
@@ -192,14 +185,8 @@ async def close_inbox(request: Request[api.CloseInboxRequest]) -> api.CloseInbox
 async def set_fact(request: Request[api.SetFactRequest]) -> Fact:
     """Set a fact of the held execution; a set that was counted before changes nothing."""
     body = request.body
-    args = FactArgs(
-        name=body.name,
-        value=decode_octets("value", body.value, body.value_b64) or b"",
-        encoding=body.encoding,
-        place=body.place,
-        count=body.count,
-        number=body.number,
-    )
+    value = decode_octets("value", body.value, body.value_b64) or b""
+    args = FactArgs(value=value, **body.to_kwargs("handle", "value", "value_b64"))
     return await request.engine.set_fact(request.handle, args)
 
 

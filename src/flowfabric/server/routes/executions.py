@@ -134,14 +134,7 @@ async def start_by_key(request: Request[api.StartByKeyRequest]) -> Response:
     full_key = f"{task}|{key}"
     given = msgspec.structs.replace(body.execution, idempotency_key=full_key)
     ask = await to_create_execution(request, given)
-    policy = KeyPolicy(
-        mode=body.mode,
-        until=body.until,
-        ttl_ms=body.ttl_ms,
-        wait_ms=body.wait_ms,
-        latest_ms=body.latest_ms,
-        most=body.most,
-    )
+    policy = KeyPolicy(**body.to_kwargs("execution", "message"))
 
     async def start(fresh: ids.ExecutionId) -> answers.Submitted:
         message = None
