@@ -80,10 +80,7 @@ async def list_signing_keys(request: Request[None]) -> KeyIds:
 @admin_routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=api.CreateTokenRequest, audit=True)
 async def make_api_token(request: Request[api.CreateTokenRequest]) -> Response:
     """Create an API token; its secret is returned only now."""
-    body = request.body
-    created = await request.engine.make_api_token(
-        body.name, body.scopes, namespaces=body.namespaces, expires_in_ms=body.expires_in_ms
-    )
+    created = await request.engine.make_api_token(**request.body.to_kwargs())
     return json_response(created, 201, NO_STORE)
 
 

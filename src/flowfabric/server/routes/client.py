@@ -8,6 +8,7 @@ from typing import Any
 from flowfabric import __version__, errors
 from flowfabric.api.admin import StoreInfo
 from flowfabric.api.budgets import (
+    ExecutionBudgetRequest,
     RecordSpendRequest,
     RefundReservationRequest,
     ReserveBudgetRequest,
@@ -48,10 +49,11 @@ async def store_info(request: Request[None]) -> StoreInfo:
     )
 
 
-def _budget_scope(request: Request[Any]) -> dict[str, Any]:
-    """Return where the engine searches for the budget; a bound token sees only the execution's namespace."""
-    body = request.body
-    return {
+def _budget_kwargs(request: Request[Any], *excluded: str) -> dict[str, Any]:
+    """Return the fields of the body for the engine's operation; a bound token sees only the execution's namespace."""
+    body: ExecutionBudgetRequest = request.body
+    return body.to_kwargs("namespace", "shared", *excluded) | {
+        "execution_id": request.execution_id,
         "namespace": body.namespace if request.may_use_shared_budgets else request.execution_namespace,
         "shared": request.may_use_shared_budgets and body.shared,
     }
@@ -60,16 +62,7 @@ def _budget_scope(request: Request[Any]) -> dict[str, Any]:
 @worker_routes.post(f"{EXECUTION_PATH}/spend", {200: USAGE_RESPONSE}, body=RecordSpendRequest)
 async def spend_for(request: Request[RecordSpendRequest]) -> limit_answers.UsageResult:
     """Report usage for the ledger of an execution, once for each key; a hard breach applies nothing."""
-    body = request.body
-    return await request.engine.record_spend(
-        body.budget_id,
-        request.execution_id,
-        body.dimensions,
-        idempotency_key=body.idempotency_key,
-        reservation_id=body.reservation_id,
-        acknowledged=body.acknowledged,
-        **_budget_scope(request),
-    )
+    return await request.engine.record_spend(deltas=request.body.dimensions, **_budget_kwargs(request, "dimensions"))
 
 
 @worker_routes.post(
@@ -81,26 +74,13 @@ async def reserve_for(
     request: Request[ReserveBudgetRequest],
 ) -> limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied:
     """Reserve capacity of a budget for an execution, under the caller's reservation id."""
-    body = request.body
-    return await request.engine.reserve_budget(
-        body.budget_id,
-        request.execution_id,
-        body.amounts,
-        ttl_ms=body.ttl_ms,
-        reservation_id=body.reservation_id,
-        drawn=body.drawn,
-        epoch=body.epoch,
-        **_budget_scope(request),
-    )
+    return await request.engine.reserve_budget(**_budget_kwargs(request))
 
 
 @worker_routes.post(f"{EXECUTION_PATH}/settle", {200: USAGE_RESPONSE}, body=SettleReservationRequest)
 async def settle_for(request: Request[SettleReservationRequest]) -> limit_answers.UsageResult:
     """End a reservation with the amounts that were used; the rest is released."""
-    body = request.body
-    return await request.engine.settle_budget(
-        body.budget_id, request.execution_id, body.reservation_id, body.amounts, **_budget_scope(request)
-    )
+    return await request.engine.settle_budget(**_budget_kwargs(request))
 
 
 @budget_routes.post("/v1/budgets/{id}/refund", {200: one_of(limit_answers.Refunded)}, body=RefundReservationRequest)
@@ -113,12 +93,9 @@ async def refund_reservation(request: Request[RefundReservationRequest]) -> limi
             await request.require_execution_access(owner)
     return await request.engine.refund_budget(
         budget_id,
-        body.reservation_id,
-        execution_id=body.execution_id,
         namespace=namespace,
         shared=request.may_use_shared_budgets and body.shared,
-        epoch=body.epoch,
-        acknowledged=body.acknowledged,
+        **body.to_kwargs("namespace", "shared"),
     )
 
 

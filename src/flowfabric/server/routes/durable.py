@@ -165,12 +165,8 @@ async def open_gates(request: Request[api.OpenGatesRequest]) -> api.GatesClosedR
 async def reply(request: Request[api.ReplyRequest]) -> Reply:
     """Reply to a message; the first reply stays and is returned."""
     body = request.body
-    args = ReplyArgs(
-        message_id=body.message_id,
-        payload=decode_octets("payload", body.payload, body.payload_b64),
-        payload_encoding=body.payload_encoding,
-        reason=body.reason,
-    )
+    payload = decode_octets("payload", body.payload, body.payload_b64)
+    args = ReplyArgs(payload=payload, **body.to_kwargs("handle", "memo", "payload", "payload_b64"))
     return await request.engine.reply(request.handle, args, _memo_args(body.memo))
 
 
@@ -193,8 +189,7 @@ async def set_fact(request: Request[api.SetFactRequest]) -> Fact:
 @holder_routes.post("/v1/leases/patch", {200: StepMemo}, body=api.RecordPatchRequest)
 async def record_patch(request: Request[api.RecordPatchRequest]) -> StepMemo:
     """Record the run's answer to a patch; the first answer stays."""
-    body = request.body
-    return await request.engine.record_patch(request.handle, body.patch, is_new=body.is_new, number=body.number)
+    return await request.engine.record_patch(request.handle, **request.body.to_kwargs("handle"))
 
 
 @execution_routes.post(
@@ -202,10 +197,7 @@ async def record_patch(request: Request[api.RecordPatchRequest]) -> StepMemo:
 )
 async def release_held(request: Request[api.ReleaseHeldRequest]) -> api.ReleaseHeldResponse:
     """Resume a run that waits for other code, unless this version has held it before."""
-    body = request.body
-    released = await request.engine.release_held(
-        request.execution_id, accept=body.accept, version=body.version, sender=body.sender
-    )
+    released = await request.engine.release_held(request.execution_id, **request.body.to_kwargs())
     return api.ReleaseHeldResponse(released)
 
 
@@ -218,10 +210,8 @@ async def release_held(request: Request[api.ReleaseHeldRequest]) -> api.ReleaseH
 )
 async def list_held(request: Request[api.ListHeldRequest]) -> api.ListHeldResponse:
     """List the runs of these tasks that wait for other code."""
-    body = request.body
-    request.require_namespace(body.namespace)
-    found = await request.engine.list_held(body.tasks, namespace=body.namespace, limit=body.limit)
-    return api.ListHeldResponse(found)
+    request.require_namespace(request.body.namespace)
+    return api.ListHeldResponse(await request.engine.list_held(**request.body.to_kwargs()))
 
 
 @routes.get("/v1/held", {200: api.CountHeldResponse}, subject=Subject.CHECKED_BY_HANDLER)
@@ -240,8 +230,7 @@ async def count_old_ways(request: Request[None]) -> OldWays:
 @holder_routes.post("/v1/leases/pin", {200: StepMemo}, body=api.PinVersionRequest)
 async def pin_version(request: Request[api.PinVersionRequest]) -> StepMemo:
     """Require a version of the code from now on; the first one stays."""
-    body = request.body
-    return await request.engine.pin_version(request.handle, body.version, number=body.number)
+    return await request.engine.pin_version(request.handle, **request.body.to_kwargs("handle"))
 
 
 @execution_routes.post(

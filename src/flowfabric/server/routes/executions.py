@@ -275,8 +275,5 @@ async def set_execution_tags(request: Request[api.SetTagsRequest]) -> api.SetTag
 )
 async def resume_execution(request: Request[api.ResumeExecutionRequest]) -> api.ResumeExecutionResponse:
     """Resume a suspended execution, whatever it waits for."""
-    body = request.body
-    answer = await request.engine.resume_execution(
-        request.execution_id, trigger_type=body.trigger_type, resume_delay_ms=body.resume_delay_ms
-    )
+    answer = await request.engine.resume_execution(request.execution_id, **request.body.to_kwargs())
     return api.ResumeExecutionResponse(answer.public_state)
