@@ -195,21 +195,10 @@ async def get_execution(request: Request[None]) -> api.ExecutionInfoResponse:
     """Return an execution and its state."""
     execution_id = request.execution_id
     info = require_found(await request.engine.read_execution_info(execution_id), f"execution not found: {execution_id}")
-    return api.ExecutionInfoResponse(
-        execution_id=info.execution_id,
-        namespace=info.namespace,
-        lane_id=info.lane_id,
-        priority=info.priority,
-        execution_kind=info.execution_kind,
-        state_vector=info.state_vector,
-        public_state=info.public_state,
-        created_at=str(info.created_at),
-        current_attempt_index=info.current_attempt_index,
-        flow_id=info.flow_id,
-        blocking_detail=info.blocking_detail,
-        started_at=UNSET if info.started_at is None else str(info.started_at),
-        completed_at=UNSET if info.completed_at is None else str(info.completed_at),
-    )
+    fields = msgspec.structs.asdict(info)
+    for name in ("created_at", "started_at", "completed_at"):
+        fields[name] = UNSET if fields[name] is None else str(fields[name])
+    return api.ExecutionInfoResponse(**fields)
 
 
 @execution_routes.get(f"{EXECUTION_PATH}/state", {200: PublicState})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec.structs import asdict
 
 from flowfabric.api import signals as api
 from flowfabric.api.durable import ListFactsResponse
@@ -51,18 +51,7 @@ async def list_pending_waitpoints(request: Request[None]) -> list[api.WaitpointE
         limit=request.int_param("limit", 1000),
     )
     return [
-        api.WaitpointEntry(
-            waitpoint_id=entry.waitpoint_id,
-            waitpoint_key=entry.waitpoint_key,
-            execution_id=entry.execution_id,
-            state=entry.state,
-            required_signal_names=entry.required_signal_names,
-            created_at=entry.created_at,
-            token_kid=entry.token_kid,
-            token_fingerprint=entry.token_fingerprint,
-            activated_at=UNSET if entry.activated_at is None else entry.activated_at,
-            expires_at=UNSET if entry.expires_at is None else entry.expires_at,
-        )
+        api.WaitpointEntry(**{name: value for name, value in asdict(entry).items() if value is not None})
         for entry in page.entries
     ]
 
