@@ -19,6 +19,7 @@ from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.gate import Gate, GateMemo, StepMemo, StepState
 from flowfabric.model.obstacles import Explanation
 from flowfabric.model.states import AttemptRecordState
+from flowfabric.model.view import view_of
 from flowfabric.server.errors import not_found
 from flowfabric.server.routing import OCTET_STREAM, Response
 
@@ -269,17 +270,7 @@ async def _spending(ui: Ui, execution_id: str) -> list[SpendRow]:
     found = await ui.engine.read_spending(execution_id)
     budgets = {(each.namespace, each.budget_id) for each in found}
     labels = {key: budget_label(await ui.engine.get_budget_status(key[1], namespace=key[0])) for key in sorted(budgets)}
-    return [
-        SpendRow(
-            each.budget_id,
-            each.namespace,
-            labels[each.namespace, each.budget_id],
-            each.dimension,
-            each.amount,
-            each.reserved,
-        )
-        for each in found
-    ]
+    return [view_of(SpendRow, each, label=labels[each.namespace, each.budget_id], spent=each.amount) for each in found]
 
 
 def _output_attempt(ui: Ui, current: int) -> int:

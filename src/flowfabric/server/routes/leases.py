@@ -24,6 +24,7 @@ from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.failure import encode_stored
 from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.view import view_of
 from flowfabric.server.errors import bad_request, error_entry
 from flowfabric.server.request import Request, as_variant, json_response, variant_response
 from flowfabric.server.routing import H, Response, RouteGroup, Subject, one_of
@@ -222,16 +223,7 @@ async def observe_signals(request: Request[api.HandleOnlyRequest]) -> ObservedSi
 
 def observed_signal_item(signal: Any) -> ObservedSignalItem:
     """Return the schema of a signal."""
-    return ObservedSignalItem(
-        signal.signal_id,
-        signal.signal_name,
-        signal.signal_category,
-        signal.source_type,
-        signal.source_identity,
-        signal.correlation_id,
-        signal.accepted_at,
-        signal.payload,
-    )
+    return view_of(ObservedSignalItem, signal, payload_b64=signal.payload)
 
 
 @lease_route("frames", api.BatchResponse, AppendFramesRequest)

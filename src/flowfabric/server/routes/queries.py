@@ -19,6 +19,7 @@ from flowfabric.engine.types import ExecutionSnapshot
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.scheduling.lane import LaneSpread
 from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.view import view_of
 from flowfabric.server.request import Request, require_found
 from flowfabric.server.routing import (
     PAGE_PARAMS,
@@ -108,15 +109,13 @@ async def await_end(request: Request[None]) -> api.ExecutionOutcomeResponse | Re
 
 def outcome_response(ended: ExecutionOutcome, *, with_result: bool) -> api.ExecutionOutcomeResponse:
     """Return the response for an outcome."""
-    return api.ExecutionOutcomeResponse(
-        ended.execution_id,
-        ended.outcome.value,
-        ended.result is not None,
-        ended.encoding,
-        ended.reason,
-        ended.result if with_result else UNSET,
-        ended.namespace,
-        ended.failure,
+    return view_of(
+        api.ExecutionOutcomeResponse,
+        ended,
+        outcome=ended.outcome.value,
+        has_result=ended.result is not None,
+        result_b64=ended.result if with_result else UNSET,
+        error=ended.failure,
     )
 
 
