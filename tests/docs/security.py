@@ -38,7 +38,7 @@ def _line(operation: Route) -> str:
         f"`{operation.path}`",
         scope,
         _namespace(operation),
-        "yes" if operation.is_audited else "",
+        "yes" if operation.audit else "",
     )
     return f"| {' | '.join(cells)} |"
 

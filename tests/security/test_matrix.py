@@ -121,7 +121,7 @@ def check_logs(records: list[logging.LogRecord], operation: Route, cast: Cast) -
     assert not leaks, leaks
     assert [line for line in logged if not (cast.own.hides(line) and cast.foreign.hides(line))] == []
     audited = {record.getMessage() for record in records if record.name == "flowfabric.audit"}
-    assert not operation.is_audited or audited == {operation.name}
+    assert not operation.audit or audited == {operation.name}
 
 
 def plain(answer: Answer) -> str:

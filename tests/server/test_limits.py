@@ -125,8 +125,8 @@ def test_every_change_by_operators_and_administrators_is_audited() -> None:
     powerful = [one for one in operations if one.scope in (ApiScope.OPERATE, ApiScope.ADMIN) and one.method != "GET"]
 
     assert len(powerful) > 10
-    assert {one.name for one in powerful if not one.is_audited} == OWN_EVENTS
-    assert {one.name for one in operations if one.is_audited and one.method == "GET"} == {"read_waitpoint_token"}
+    assert {one.name for one in powerful if not one.audit} == OWN_EVENTS
+    assert {one.name for one in operations if one.audit and one.method == "GET"} == {"read_waitpoint_token"}
 
 
 async def test_refused_actions_are_audited(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

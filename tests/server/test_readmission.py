@@ -135,7 +135,7 @@ COMMANDS = {"cancel_flow", "rotate_waitpoint_secret"}
 
 
 def test_every_long_poll_is_covered_here() -> None:
-    waiting = {one.name for page in ROUTE_GROUPS for one in page.entries if one.is_long_poll and not one.is_streaming}
+    waiting = {one.name for page in ROUTE_GROUPS for one in page.entries if one.long and not one.is_streaming}
 
     assert waiting == set(POLLS) | COMMANDS
 

@@ -6,10 +6,11 @@ handle.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
-from flowfabric import ids
-from flowfabric.api.encoding import I64, HolderRequest, Natural, RequestBody, check_ids
+from flowfabric.api.encoding import I64, HolderRequest, Natural, RequestBody
 
 
 class BudgetRef(msgspec.Struct, frozen=True):
@@ -32,9 +33,7 @@ class CreateBudgetRequest(RequestBody, frozen=True):
     now: I64 | None = None
     namespace: str | None = None
     declaration: str | None = None  # a digest of the declaring code; a different digest changes the limits
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id)
+    uuid_fields: ClassVar = ("budget_id",)
 
 
 class BudgetIds(msgspec.Struct, frozen=True):
@@ -67,9 +66,7 @@ class ChangeBudgetLimitsRequest(RequestBody, frozen=True):
 class ReleaseBudgetRequest(RequestBody, frozen=True):
     execution_id: str
     namespace: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, self.execution_id)
+    execution_id_fields: ClassVar = ("execution_id",)
 
 
 class QuotaRef(msgspec.Struct, frozen=True):
@@ -84,9 +81,7 @@ class CreateQuotaPolicyRequest(RequestBody, frozen=True):
     jitter_ms: Natural = 0
     now: I64 | None = None
     namespace: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.quota_policy_id)
+    uuid_fields: ClassVar = ("quota_policy_id",)
 
 
 class ExecutionBudgetRequest(RequestBody, frozen=True, kw_only=True):
@@ -102,9 +97,7 @@ class RecordSpendRequest(ExecutionBudgetRequest, frozen=True):
     idempotency_key: str | None = None
     reservation_id: str | None = None  # the usage is taken from this reservation first
     acknowledged: list[str] | None = None  # keys of reports that the caller has recorded; null if it never says so
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+    uuid_fields: ClassVar = ("budget_id", "reservation_id")
 
 
 class ReserveBudgetRequest(ExecutionBudgetRequest, frozen=True):
@@ -114,18 +107,14 @@ class ReserveBudgetRequest(ExecutionBudgetRequest, frozen=True):
     ttl_ms: Natural
     drawn: dict[str, Natural] | None = None  # spent from it before; if it has ended, only the rest is reserved again
     epoch: Natural = 0  # that of the caller's lease
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+    uuid_fields: ClassVar = ("budget_id", "reservation_id")
 
 
 class SettleReservationRequest(ExecutionBudgetRequest, frozen=True):
     budget_id: str
     reservation_id: str
     amounts: dict[str, Natural]
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+    uuid_fields: ClassVar = ("budget_id", "reservation_id")
 
 
 class RefundReservationRequest(RequestBody, frozen=True):
@@ -135,10 +124,8 @@ class RefundReservationRequest(RequestBody, frozen=True):
     execution_id: str | None = None  # if set, a reservation of another execution is refused
     epoch: Natural | None = None  # a reservation that a later lease has taken up stays
     acknowledged: tuple[str, ...] = ()  # keys of reports that the caller has recorded
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.reservation_id)
-        check_ids(ids.parse_execution_id, self.execution_id)
+    uuid_fields: ClassVar = ("reservation_id",)
+    execution_id_fields: ClassVar = ("execution_id",)
 
 
 class WakeBudgetResponse(msgspec.Struct, frozen=True):
@@ -149,9 +136,7 @@ class HolderUsageRequest(HolderRequest, frozen=True):
     budget_id: str
     dimensions: dict[str, Natural]
     dedup_key: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id)
+    uuid_fields: ClassVar = ("budget_id",)
 
 
 class HolderReserveRequest(HolderRequest, frozen=True):
@@ -159,23 +144,17 @@ class HolderReserveRequest(HolderRequest, frozen=True):
     amounts: dict[str, Natural]
     ttl_ms: Natural
     reservation_id: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+    uuid_fields: ClassVar = ("budget_id", "reservation_id")
 
 
 class HolderSettleRequest(HolderRequest, frozen=True):
     budget_id: str
     reservation_id: str
     amounts: dict[str, Natural]
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+    uuid_fields: ClassVar = ("budget_id", "reservation_id")
 
 
 class HolderRefundRequest(HolderRequest, frozen=True):
     budget_id: str
     reservation_id: str
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.budget_id, self.reservation_id)
+    uuid_fields: ClassVar = ("budget_id", "reservation_id")

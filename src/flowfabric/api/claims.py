@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from flowfabric import ids
-from flowfabric.api.encoding import I64, Natural, RequestBody, check_ids
+from flowfabric.api.encoding import I64, Natural, RequestBody
 from flowfabric.model.scheduling.worker import ServedTask
 
 MAX_CLAIM = 1000
@@ -115,9 +114,7 @@ class RedeemGrantRequest(RequestBody, frozen=True):
     attempt_id: str | None = None
     attempt_timeout_ms: Natural | None = None
     max_reclaim_count: Natural | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.lease_id, self.attempt_id)
+    uuid_fields: ClassVar = ("lease_id", "attempt_id")
 
 
 class WorkerInstanceRequest(RequestBody, frozen=True):

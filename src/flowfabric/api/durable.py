@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from flowfabric.api.encoding import HolderRequest, Natural, Octets, RedactedRepr, RequestBody, decode_octets
+from flowfabric.api.encoding import HolderRequest, Natural, Octets, RedactedRepr, RequestBody
 from flowfabric.api.executions import MAX_BULK, CreateExecutionRequest
 from flowfabric.api.signals import ObservedSignalItem
 from flowfabric.model.gate import Fact, Gate, GateKind, GateMemo, StepMemo, StepState
@@ -23,9 +23,7 @@ class RecordStepRequest(HolderRequest, frozen=True):
     state: StepState = StepState.DONE
     number: Natural | None = None
     started_at: Natural | None = None
-
-    def __post_init__(self) -> None:
-        decode_octets("result", self.result, self.result_b64)
+    octets_field: ClassVar = "result"
 
 
 class ContinueAsNewRequest(HolderRequest, frozen=True):
@@ -266,9 +264,7 @@ class ReplyRequest(HolderRequest, frozen=True):
     payload_b64: bytes | None = None
     payload_encoding: str | None = None
     reason: str | None = None
-
-    def __post_init__(self) -> None:
-        decode_octets("payload", self.payload, self.payload_b64)
+    octets_field: ClassVar = "payload"
 
 
 class CloseInboxRequest(HolderRequest, frozen=True):
@@ -291,9 +287,7 @@ class SetFactRequest(HolderRequest, frozen=True):
     value_b64: bytes | None = None
     encoding: str | None = None
     number: Natural | None = None
-
-    def __post_init__(self) -> None:
-        decode_octets("value", self.value, self.value_b64)
+    octets_field: ClassVar = "value"
 
 
 class ListFactsResponse(msgspec.Struct, frozen=True):

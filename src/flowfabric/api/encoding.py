@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from flowfabric import errors
+from flowfabric import errors, ids
 from flowfabric.handles import SIGNATURE_BYTES, Handle, HandleKind, decode_handle
 
 MAX_WAIT_MS = 30_000  # the longest long poll
@@ -42,7 +42,20 @@ class RedactedRepr:
 
 
 class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A request body. Unknown fields are ignored, and so is the caller's clock (`now`)."""
+    """A request body. Unknown fields are ignored, and so is the caller's clock (`now`).
+
+    A malformed identifier is refused when the body is decoded, and so are bytes that are sent in both ways.
+    """
+
+    uuid_fields: ClassVar[tuple[str, ...]] = ()
+    execution_id_fields: ClassVar[tuple[str, ...]] = ()
+    octets_field: ClassVar[str | None] = None  # bytes that may be sent as numbers, or under its name with `_b64`
+
+    def __post_init__(self) -> None:
+        check_ids(ids.parse_uuid, *(getattr(self, name) for name in self.uuid_fields))
+        check_ids(ids.parse_execution_id, *(getattr(self, name) for name in self.execution_id_fields))
+        if (name := self.octets_field) is not None:
+            decode_octets(name, getattr(self, name), getattr(self, f"{name}_b64"))
 
     def to_kwargs(self, *excluded: str) -> dict[str, Any]:
         """Return the fields by name, as keywords for an engine operation with the same names."""

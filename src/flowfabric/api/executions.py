@@ -146,10 +146,8 @@ class CancelExecutionRequest(RequestBody, frozen=True):
     lease_id: str | None = None
     lease_epoch: I64 | None = None
     attempt_id: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, self.execution_id)
-        check_ids(ids.parse_uuid, self.lease_id, self.attempt_id)
+    uuid_fields: ClassVar = ("lease_id", "attempt_id")
+    execution_id_fields: ClassVar = ("execution_id",)
 
 
 class ChangePriorityRequest(RequestBody, frozen=True):

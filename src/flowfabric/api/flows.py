@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from flowfabric import ids
-from flowfabric.api.encoding import I64, RequestBody, check_ids
+from flowfabric.api.encoding import I64, RequestBody
 from flowfabric.api.executions import CreateExecutionRequest
 from flowfabric.engine.types import EdgeSnapshot
 from flowfabric.model.answers import flow as flow_answers
@@ -21,9 +20,7 @@ class CreateFlowRequest(RequestBody, frozen=True):
     flow_kind: str
     namespace: str
     now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
+    uuid_fields: ClassVar = ("flow_id",)
 
 
 class EdgeSpec(RequestBody, frozen=True):
@@ -43,19 +40,15 @@ class CreateFlowGraphRequest(RequestBody, frozen=True):
     policies: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     flow_kind: str = "dag"
     namespace: str = "default"
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
+    uuid_fields: ClassVar = ("flow_id",)
 
 
 class AddMemberRequest(RequestBody, frozen=True):
     flow_id: str
     execution_id: str
     now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
-        check_ids(ids.parse_execution_id, self.execution_id)
+    uuid_fields: ClassVar = ("flow_id",)
+    execution_id_fields: ClassVar = ("execution_id",)
 
 
 class EdgeRequest(RequestBody, frozen=True):
@@ -65,10 +58,8 @@ class EdgeRequest(RequestBody, frozen=True):
     downstream_execution_id: str
     data_passing_ref: str | None = None
     now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id, self.edge_id)
-        check_ids(ids.parse_execution_id, self.upstream_execution_id, self.downstream_execution_id)
+    uuid_fields: ClassVar = ("flow_id", "edge_id")
+    execution_id_fields: ClassVar = ("upstream_execution_id", "downstream_execution_id")
 
 
 class StageEdgeRequest(EdgeRequest, frozen=True):
@@ -86,9 +77,7 @@ class CancelFlowRequest(RequestBody, frozen=True):
     reason: str
     cancellation_policy: str
     now: I64 | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.flow_id)
+    uuid_fields: ClassVar = ("flow_id",)
 
 
 class ListMembersResponse(msgspec.Struct, frozen=True):

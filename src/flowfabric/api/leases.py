@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -15,7 +15,6 @@ from flowfabric.api.encoding import (
     RedactedRepr,
     RequestBody,
     check_ids,
-    decode_octets,
 )
 from flowfabric.model.failure import StoredFailure
 
@@ -44,9 +43,7 @@ class CompleteRequest(HolderRequest, frozen=True):
     result: Octets | None = None
     result_b64: bytes | None = None
     encoding: str | None = None
-
-    def __post_init__(self) -> None:
-        decode_octets("result", self.result, self.result_b64)
+    octets_field: ClassVar = "result"
 
 
 class FailRequest(HolderRequest, frozen=True):
@@ -106,9 +103,7 @@ class SuspendRequest(HolderRequest, frozen=True):
     continuation_metadata_pointer: str | None = None
     idempotency_key: str | None = None
     now: Natural | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.suspension_id)
+    uuid_fields: ClassVar = ("suspension_id",)
 
 
 class IssuedWaitpoint(RedactedRepr, msgspec.Struct, frozen=True):

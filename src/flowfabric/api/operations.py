@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from flowfabric import ids
-from flowfabric.api.encoding import I32, Natural, RequestBody, check_ids
+from flowfabric.api.encoding import I32, Natural, RequestBody
 from flowfabric.model.bulk_operation import BulkVerb
 
 DEFAULT_CEILING = 10_000
@@ -49,6 +48,4 @@ class StartOperationRequest(RequestBody, frozen=True):
     priority: I32 | None = None
     requested_by: str = ""
     operation_id: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.operation_id)
+    uuid_fields: ClassVar = ("operation_id",)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
-from flowfabric import ids
-from flowfabric.api.encoding import Natural, RequestBody, check_ids
+from flowfabric.api.encoding import Natural, RequestBody
 from flowfabric.api.executions import CreateExecutionRequest
 from flowfabric.engine.types import PutOutcome
 from flowfabric.model.scheduling.schedule import Overlap, ScheduleSpec
@@ -32,9 +33,7 @@ class TriggerScheduleRequest(RequestBody, frozen=True):
     """The same `trigger_id` again creates no other run."""
 
     trigger_id: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.trigger_id)
+    uuid_fields: ClassVar = ("trigger_id",)
 
 
 class BackfillScheduleRequest(RequestBody, frozen=True):

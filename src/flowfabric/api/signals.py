@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from flowfabric import ids
 from flowfabric.api.encoding import (
     I64,
     Natural,
     Octets,
     RedactedRepr,
     RequestBody,
-    check_ids,
-    decode_octets,
 )
 from flowfabric.model.suspension import WaitpointState
 
@@ -79,11 +78,9 @@ class DeliverSignalRequest(RedactedRepr, RequestBody, frozen=True):
     resume_delay_ms: Natural | None = None
     max_signals_per_execution: Natural | None = MAX_SIGNALS
     signal_maxlen: Natural | None = SIGNAL_LOG_LENGTH
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_execution_id, self.execution_id)
-        check_ids(ids.parse_uuid, self.waitpoint_id, self.signal_id)
-        decode_octets("payload", self.payload, self.payload_b64)
+    uuid_fields: ClassVar = ("waitpoint_id", "signal_id")
+    execution_id_fields: ClassVar = ("execution_id",)
+    octets_field: ClassVar = "payload"
 
 
 class MessageRequest(RequestBody, frozen=True):
@@ -96,10 +93,8 @@ class MessageRequest(RequestBody, frozen=True):
     payload_encoding: str | None = None
     sender: str = ""
     idempotency_key: str | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(ids.parse_uuid, self.message_id)
-        decode_octets("payload", self.payload, self.payload_b64)
+    uuid_fields: ClassVar = ("message_id",)
+    octets_field: ClassVar = "payload"
 
 
 class SendMessageRequest(MessageRequest, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -12,7 +12,6 @@ from flowfabric.api.encoding import (
     Natural,
     Octets,
     RequestBody,
-    decode_octets,
 )
 
 MAX_FRAMES = 1000
@@ -34,9 +33,7 @@ class FrameSpec(RequestBody, frozen=True):
     mode: str = "durable"
     correlation_id: str | None = None
     best_effort: BestEffortSpec = BestEffortSpec()
-
-    def __post_init__(self) -> None:
-        decode_octets("payload", self.payload, self.payload_b64)
+    octets_field: ClassVar = "payload"
 
 
 class AppendFramesRequest(HolderRequest, frozen=True):

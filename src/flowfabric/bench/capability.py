@@ -17,10 +17,10 @@ from time import perf_counter
 
 import msgspec
 
-from flowfabric import CreateExecution, Engine
+from flowfabric import Engine
 from flowfabric.bench.scratch_store import BenchReport, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
-from flowfabric.bench.workload import CLAIM_BATCH, CLAIM_LOOPS, LEASE_MS, RESULT, WORKER
+from flowfabric.bench.workload import CLAIM_BATCH, LEASE_MS, RESULT, WORKER, create_all, drain_by, noop
 from flowfabric.connector import open_engine
 
 SETS = 10
@@ -106,45 +106,28 @@ async def _drain(engine: Engine, lane: str, jobs: int, names: Sequence[str]) -> 
     """Drain jobs that require one of these capabilities each by workers that have all; return the rate per second."""
     needs: list[Offer] = [frozenset({names[n % len(names)]}) if names else frozenset() for n in range(jobs)]
     await _submit(engine, lane, needs)
-    started = perf_counter()
-    done = sum(await asyncio.gather(*(_worker(engine, lane, f"{loop}", names) for loop in range(CLAIM_LOOPS))))
-    took = perf_counter() - started
-    if done != jobs:
-        raise AssertionError(f"{jobs} executions were submitted and {done} completed")
-    return done / took
 
+    async def loop(instance: str) -> int:
+        done = 0
+        while claimed := await engine.claim_admitted(
+            lane,
+            CLAIM_BATCH,
+            worker_id=WORKER,
+            worker_instance_id=instance,
+            capabilities=names,
+            lease_ttl_ms=LEASE_MS,
+        ):
+            await asyncio.gather(*(engine.complete(row.handle, result=RESULT) for row in claimed))
+            done += len(claimed)
+        return done
 
-async def _worker(engine: Engine, lane: str, name: str, offered: Sequence[str]) -> int:
-    done = 0
-    while claimed := await engine.claim_admitted(
-        lane,
-        CLAIM_BATCH,
-        worker_id=WORKER,
-        worker_instance_id=f"{WORKER}-{name}",
-        capabilities=offered,
-        lease_ttl_ms=LEASE_MS,
-    ):
-        await asyncio.gather(*(engine.complete(row.handle, result=RESULT) for row in claimed))
-        done += len(claimed)
-    return done
+    return await drain_by(loop, jobs)
 
 
 async def _submit(engine: Engine, lane: str, needs: Sequence[Offer]) -> list[str]:
     policies = {need: _policy(need) for need in set(needs)}
-    requests = [
-        CreateExecution(
-            execution_id=engine.new_execution_id(lane),
-            partition=0,
-            namespace="bench",
-            lane_id=lane,
-            execution_kind="noop",
-            policy=policies[need],
-        )
-        for need in needs
-    ]
-    for answer in await engine.create_executions(requests):
-        if isinstance(answer, Exception):
-            raise answer
+    requests = [noop(engine.new_execution_id(lane), lane, policy=policies[need]) for need in needs]
+    await create_all(engine, requests)
     return [request.execution_id for request in requests]
 
 

@@ -17,7 +17,7 @@ import msgspec
 from flowfabric import CreateExecution, Engine
 from flowfabric.bench.scratch_store import BenchReport, Control, scratch_store
 from flowfabric.bench.throughput import ProgressCallback, StepCounter
-from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER
+from flowfabric.bench.workload import LEASE_MS, RESULT, WORKER, noop
 from flowfabric.connector import open_engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.engine.types import Change, outcome_of
@@ -206,12 +206,7 @@ def _ids(engine: Engine, count: int) -> tuple[FlowId, list[str]]:
 
 
 def _nodes(lane: str, names: Sequence[str]) -> list[CreateExecution]:
-    return [
-        CreateExecution(
-            execution_id=name, partition=0, namespace="bench", lane_id=lane, execution_kind="noop", input_payload=b"{}"
-        )
-        for name in names
-    ]
+    return [noop(name, lane, b"{}") for name in names]
 
 
 class _CompletionWaiter:

@@ -22,7 +22,7 @@ import msgspec
 from flowfabric.bench import sdk_app
 from flowfabric.bench.peers import DRAMATIQ, HUEY, PGQUEUER, Peer, PeerMissing
 from flowfabric.bench.peers.starts import RECORD_VARIABLE, body, count, per_second
-from flowfabric.bench.scratch_store import BenchReport, ScratchStore, per_job, scratch_store
+from flowfabric.bench.scratch_store import BenchReport, ScratchStore, paced, per_job, scratch_store
 from flowfabric.bench.throughput import PER_SECOND, ProgressCallback, StepCounter
 from flowfabric.connector import VALKEY_SCHEMES
 from flowfabric.engine_protocol import EngineAPI
@@ -224,11 +224,7 @@ async def _latencies(scratch: ScratchStore, starts: Path, samples: int) -> list[
         for _ in range(20):
             await submit_and_wait()
         times.clear()
-        begun, running = perf_counter(), []
-        for number in range(samples):
-            await asyncio.sleep(max(0.0, begun + number / PER_SECOND - perf_counter()))
-            running.append(asyncio.create_task(submit_and_wait()))
-        await asyncio.gather(*running)
+        await asyncio.gather(*[asyncio.create_task(submit_and_wait()) async for _ in paced(samples, PER_SECOND)])
     return times
 
 

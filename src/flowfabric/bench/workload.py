@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
 
 from flowfabric import CreateExecution, Engine
@@ -18,24 +18,33 @@ LEASE_MS = 60_000
 RESULT = b"done"
 
 
-async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> float:
-    """Create one execution per payload with a single call; return the rate per second."""
-    started = perf_counter()
-    created = await engine.create_executions(
-        CreateExecution(
-            execution_id=engine.new_execution_id(lane),
-            partition=0,
-            namespace="bench",
-            lane_id=lane,
-            execution_kind="noop",
-            input_payload=payload,
-        )
-        for payload in payloads
+def noop(execution_id: str, lane: str, payload: bytes = b"", policy: str | None = None) -> CreateExecution:
+    """Return the request of an execution that does nothing."""
+    return CreateExecution(
+        execution_id=execution_id,
+        partition=0,
+        namespace="bench",
+        lane_id=lane,
+        execution_kind="noop",
+        input_payload=payload,
+        policy=policy,
     )
+
+
+async def create_all(engine: Engine, requests: Iterable[CreateExecution]) -> float:
+    """Create executions with a single call; return the seconds that it takes."""
+    started = perf_counter()
+    created = await engine.create_executions(requests)
     took = perf_counter() - started
     for answer in created:
         if isinstance(answer, Exception):
             raise answer
+    return took
+
+
+async def bulk_submit(engine: Engine, lane: str, payloads: Sequence[bytes]) -> float:
+    """Create one execution per payload with a single call; return the rate per second."""
+    took = await create_all(engine, (noop(engine.new_execution_id(lane), lane, payload) for payload in payloads))
     return len(payloads) / took
 
 
@@ -45,13 +54,7 @@ async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes]) -
 
     async def caller() -> None:
         for payload in waiting:
-            await engine.create_execution(
-                execution_id=engine.new_execution_id(lane),
-                namespace="bench",
-                lane_id=lane,
-                execution_kind="noop",
-                input_payload=payload,
-            )
+            await engine.create(noop(engine.new_execution_id(lane), lane, payload))
 
     started = perf_counter()
     await asyncio.gather(*(caller() for _ in range(CALLERS)))
@@ -60,22 +63,27 @@ async def single_submits(engine: Engine, lane: str, payloads: Sequence[bytes]) -
 
 async def drain(engine: Engine, lane: str, expected: int) -> float:
     """Claim and complete executions until the lane is empty; return the rate per second."""
+
+    async def loop(instance: str) -> int:
+        done = 0
+        while claimed := await engine.claim_many(
+            lane, CLAIM_BATCH, worker_id=WORKER, worker_instance_id=instance, lease_ttl_ms=LEASE_MS
+        ):
+            answered = await engine.complete_many([(row.handle, RESULT) for row in claimed])
+            done += sum(isinstance(answer, Completed) for answer in answered)
+        return done
+
+    return await drain_by(loop, expected)
+
+
+async def drain_by(loop: Callable[[str], Awaitable[int]], expected: int) -> float:
+    """Run the claim loops of a worker, which return how many they completed; return the rate per second."""
     started = perf_counter()
-    done = sum(await asyncio.gather(*(_drain_loop(engine, lane, f"{WORKER}-{loop}") for loop in range(CLAIM_LOOPS))))
+    done = sum(await asyncio.gather(*(loop(f"{WORKER}-{number}") for number in range(CLAIM_LOOPS))))
     took = perf_counter() - started
     if done != expected:
         raise AssertionError(f"{expected} executions were submitted and {done} completed")
     return done / took
-
-
-async def _drain_loop(engine: Engine, lane: str, instance: str) -> int:
-    done = 0
-    while claimed := await engine.claim_many(
-        lane, CLAIM_BATCH, worker_id=WORKER, worker_instance_id=instance, lease_ttl_ms=LEASE_MS
-    ):
-        answered = await engine.complete_many([(row.handle, RESULT) for row in claimed])
-        done += sum(isinstance(answer, Completed) for answer in answered)
-    return done
 
 
 async def latencies(
@@ -99,8 +107,6 @@ async def latencies(
     async for _ in paced(count, per_second):
         execution_id = submitter.new_execution_id(lane)
         submitted[execution_id] = perf_counter()
-        await submitter.create_execution(
-            execution_id=execution_id, namespace="bench", lane_id=lane, execution_kind="noop", input_payload=payload
-        )
+        await submitter.create(noop(execution_id, lane, payload))
     await worker
     return latencies_ms

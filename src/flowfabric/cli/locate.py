@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AppArgument = Annotated[
-    str, typer.Argument(metavar="MODULE[:APP]", help="Where the Fabric is: `shop.tasks:app`.", show_default=False)
-]
+AppArgument = Annotated[str, typer.Argument(metavar="MODULE[:APP]", help="Where the Fabric is: `shop.tasks:app`.")]
 
 IMPORT_MACHINERY = {__name__, "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
 

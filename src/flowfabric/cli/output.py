@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
     from flowfabric import FabricError
 
-TimeoutOption = Annotated[
-    str | None, typer.Option(metavar="LENGTH", help='Wait no longer than this: "30s", "5m".', show_default=False)
-]
+TimeoutOption = Annotated[str | None, typer.Option(metavar="LENGTH", help='Wait no longer than this: "30s", "5m".')]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 # Repeated here as text, so that shell completion loads no engine; a test compares them with the enum.

@@ -21,9 +21,7 @@ DEFAULT_URL = "sqlite:///flowfabric.db"
 
 StoreOption = Annotated[
     str | None,
-    typer.Option(
-        "--store", metavar="URL", help="sqlite:///path, postgresql://…, valkey://… or memory://", show_default=False
-    ),
+    typer.Option("--store", metavar="URL", help="sqlite:///path, postgresql://…, valkey://… or memory://"),
 ]
 StoreOrServerOption = Annotated[
     str | None,
@@ -31,7 +29,6 @@ StoreOrServerOption = Annotated[
         "--store",
         metavar="URL",
         help="sqlite:///path, postgresql://…, valkey://…, or the http://… of a server",
-        show_default=False,
     ),
 ]
 

@@ -25,7 +25,7 @@ KEYS = {
     "before": "created_before",
 }
 HELP = "As in 'state=failed task=mail since=2h': " + ", ".join(KEYS) + "."
-WhereOption = Annotated[list[str] | None, typer.Option("--where", metavar="KEY=VALUE …", help=HELP, show_default=False)]
+WhereOption = Annotated[list[str] | None, typer.Option("--where", metavar="KEY=VALUE …", help=HELP)]
 
 
 async def parse_filters(engine: EngineAPI, where: list[str] | None, **options: str | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from flowfabric import errors
 from flowfabric.console.pages import Ui, View, action, page, parse_integer
 from flowfabric.model.security.api_token import ApiScope, TokenView
-from flowfabric.server.errors import HttpError, bad_request
+from flowfabric.server.errors import bad_request
 from flowfabric.server.request import path_uuid
 
 GRACE_MS = 60 * 60 * 1000
@@ -34,7 +34,7 @@ async def show_access(ui: Ui) -> AccessPage:
 
 
 async def _access(ui: Ui, secret: str = "") -> AccessPage:
-    _require_all_namespaces(ui)
+    ui.require_all_namespaces()
     tokens, sessions, keys = await asyncio.gather(
         ui.engine.list_api_tokens(limit=200),
         ui.engine.list_api_tokens(limit=200, sessions=True),
@@ -50,15 +50,10 @@ async def _access(ui: Ui, secret: str = "") -> AccessPage:
     )
 
 
-def _require_all_namespaces(ui: Ui) -> None:
-    if not ui.sees_all:
-        raise HttpError(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
-
-
 @action("/tokens", scope=ApiScope.ADMIN)
 async def make_token(ui: Ui, fields: Mapping[str, str]) -> AccessPage:
     """Make a token and show its secret, once."""
-    _require_all_namespaces(ui)
+    ui.require_all_namespaces()
     namespaces = [name.strip() for name in fields.get("namespaces", "").split(",") if name.strip()]
     days = fields.get("days", "").strip()
     made = await ui.engine.make_api_token(
@@ -73,7 +68,7 @@ async def make_token(ui: Ui, fields: Mapping[str, str]) -> AccessPage:
 @action("/tokens/{id}", scope=ApiScope.ADMIN)
 async def change_token(ui: Ui, fields: Mapping[str, str]) -> str | AccessPage:
     """Rotate or revoke a token, or end a session."""
-    _require_all_namespaces(ui)
+    ui.require_all_namespaces()
     token_id = path_uuid("token_id", ui.request.path_params[0])
     match fields.get("verb"):
         case "revoke":
@@ -91,7 +86,7 @@ async def change_token(ui: Ui, fields: Mapping[str, str]) -> str | AccessPage:
 @action("/tokens/keys/rotate", scope=ApiScope.ADMIN)
 async def rotate_signing_key(ui: Ui, fields: Mapping[str, str]) -> str:
     """Sign with a new random key; the one before verifies during the grace period."""
-    _require_all_namespaces(ui)
+    ui.require_all_namespaces()
     kid = fields.get("kid", "").strip()
     if not kid or ":" in kid:
         raise bad_request("kid: must not be empty and must not contain ':'")

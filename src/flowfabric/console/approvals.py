@@ -88,7 +88,10 @@ def _question(ui: Ui, approval: Approval) -> Question:
         facts=_facts(ui, approval.shown),
         need=approval.need,
         asked=len(approval.approvers),
-        votes=[(vote.by or "unknown", vote.at, _value(ui, vote.payload)) for vote in approval.votes],
+        votes=[
+            (vote.by or "unknown", vote.at, ui.payload_text("vote", vote.payload, MAX_FACT_CHARS))
+            for vote in approval.votes
+        ],
         free_waitpoint=next((each.waitpoint_id for each in approval.approvers if not each.has_voted), None),
         opened_at=approval.opened_at,
         expires_at=approval.expires_at,
@@ -101,11 +104,6 @@ def describe_answers(approval: Approval) -> str:
     votes, asked = len(approval.votes), pluralize(len(approval.approvers), "person is", "people are")
     given = f" ({join_some([vote.by or 'unknown' for vote in approval.votes])})" if votes else ""
     return f"{approval.name.replace('_', ' ')}: {votes} of {approval.need} answers{given}; {asked} asked"
-
-
-def _value(ui: Ui, payload: bytes | None) -> str:
-    shown = ui.payload("vote", payload)
-    return "" if shown is None else shown.text[:MAX_FACT_CHARS]
 
 
 def _facts(ui: Ui, facts: Any) -> list[tuple[str, str]]:

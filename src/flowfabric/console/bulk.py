@@ -14,6 +14,7 @@ from flowfabric.console.runs import FILTER_NAMES, Filters, RunRow, read_filters,
 from flowfabric.engine.types import BulkStatus
 from flowfabric.model.bulk_operation import BulkState, BulkVerb
 from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.view import view_of
 from flowfabric.server.errors import bad_request
 from flowfabric.server.request import path_uuid
 
@@ -55,14 +56,13 @@ async def preview_bulk(ui: Ui) -> PreviewPage:
     criteria["created_before"] = await ui.engine.ping() + 1
     frozen = {name: criteria[name] for name in FROZEN if criteria.get(name) is not None}
     found = await ui.engine.preview_operation(verb, _given(criteria))
-    return PreviewPage(
+    return view_of(
+        PreviewPage,
+        found,
         title={"cancel": "Cancel runs", "replay": "Replay runs", "priority": "Re-prioritise runs"}[verb],
         verb=verb,
         filters=filters,
         frozen=frozen,
-        count=found.count,
-        refused=found.refused,
-        complete=found.complete,
         sample=[run_row(run) for run in found.sample],
         operation_id=ui.new_id(),
         ceiling=max(1, min(found.count, DEFAULT_CEILING)) if found.complete else DEFAULT_CEILING,

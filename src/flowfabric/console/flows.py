@@ -16,6 +16,7 @@ from flowfabric.engine.types import FlowGraph, FlowListing
 from flowfabric.model.flow import CancellationPolicy
 from flowfabric.model.security.api_token import ApiScope
 from flowfabric.model.states import PublicState
+from flowfabric.model.view import view_of
 from flowfabric.server.errors import bad_request, not_found
 from flowfabric.server.request import JSON, encode, path_uuid
 from flowfabric.server.routing import Response
@@ -121,15 +122,11 @@ async def show_flow(ui: Ui) -> FlowPage:
     counts = Counter(node.public_state for node in graph.nodes if node.public_state is not None)
     chosen = ui.request.query_param("state") or ""
     members = _members(graph, chosen)
-    return FlowPage(
+    return view_of(
+        FlowPage,
+        graph,
         title="Flow",
         about="flows",
-        flow_id=graph.flow_id,
-        flow_kind=graph.flow_kind,
-        namespace=graph.namespace,
-        created_at=graph.created_at,
-        cancelled_at=graph.cancelled_at,
-        cancel_reason=graph.cancel_reason,
         node_count=len(graph.nodes),
         edge_count=len(graph.edges),
         counts=[(state, counts[state]) for state in PublicState if counts[state]],

@@ -117,6 +117,11 @@ class Ui:
         """True if the caller is not bound to namespaces."""
         return self.principal.namespaces is None
 
+    def require_all_namespaces(self) -> None:
+        """Raise 403 if the caller is bound to namespaces."""
+        if not self.sees_all:
+            raise HttpError(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
+
     @property
     def given_namespace(self) -> str | None:
         """The namespace that is asked for; raises 403 if the caller may not see it."""
@@ -151,6 +156,11 @@ class Ui:
         """Return a payload as it may be shown."""
         app = self.request.app
         return show.payload(kind, data, redact=app.redact, hide=app.settings.hide_payloads)
+
+    def payload_text(self, kind: str, data: bytes | None, most: int | None = None) -> str:
+        """Return the text of a payload as it may be shown, at most so many characters of it."""
+        shown = self.payload(kind, data)
+        return "" if shown is None else shown.text[:most]
 
     # -- for templates --------------------------------------------------------------------------------------------
 

@@ -14,11 +14,12 @@ from flowfabric.console.budgets import BUDGET_MAILBOXES, budget_label, link_to_b
 from flowfabric.console.pages import SECURITY_HEADERS, Ui, View, page
 from flowfabric.console.runs import FactRow, RunRow, fact_row, run_row
 from flowfabric.engine.operations.pages import HistoryEntry
-from flowfabric.engine.types import SCHEDULE_KEY, Approval, ExecutionSnapshot, FrameView
+from flowfabric.engine.types import SCHEDULE_KEY, Approval, ExecutionSnapshot
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.gate import Gate, GateMemo, StepMemo, StepState
 from flowfabric.model.obstacles import Explanation
 from flowfabric.model.states import AttemptRecordState
+from flowfabric.model.view import view_of
 from flowfabric.server.errors import not_found
 from flowfabric.server.routing import OCTET_STREAM, Response
 
@@ -29,6 +30,7 @@ MAX_HISTORY = 100
 MAX_CHILDREN = 50
 MAX_FACTS = 100
 STEP_SHOWN_CHARS = 2000
+SHORT_CHARS = 200  # of a vote or a message
 ENDED = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
 _ATTEMPT_COLOURS = {
     AttemptRecordState.ENDED_SUCCESS: "ok",
@@ -268,17 +270,7 @@ async def _spending(ui: Ui, execution_id: str) -> list[SpendRow]:
     found = await ui.engine.read_spending(execution_id)
     budgets = {(each.namespace, each.budget_id) for each in found}
     labels = {key: budget_label(await ui.engine.get_budget_status(key[1], namespace=key[0])) for key in sorted(budgets)}
-    return [
-        SpendRow(
-            each.budget_id,
-            each.namespace,
-            labels[each.namespace, each.budget_id],
-            each.dimension,
-            each.amount,
-            each.reserved,
-        )
-        for each in found
-    ]
+    return [view_of(SpendRow, each, label=labels[each.namespace, each.budget_id], spent=each.amount) for each in found]
 
 
 def _output_attempt(ui: Ui, current: int) -> int:
@@ -292,7 +284,7 @@ async def _read_output(ui: Ui, execution_id: str, attempt: int, after: str) -> t
     while len(lines) < MAX_FRAMES:
         found = (await ui.engine.tail_stream(execution_id, attempt, after, 0, FRAMES_PER_READ)).frames
         for frame in found:
-            line = frame_text(ui, frame)
+            line = ui.payload_text("output", frame.fields.get("payload", "").encode())
             shown += len(line)
             if lines and shown > show.MAX_SHOWN_BYTES:
                 return lines, after, True
@@ -301,12 +293,6 @@ async def _read_output(ui: Ui, execution_id: str, attempt: int, after: str) -> t
         if len(found) < FRAMES_PER_READ:
             return lines, after, False
     return lines, after, True
-
-
-def frame_text(ui: Ui, frame: FrameView) -> str:
-    """Return the text of a frame of output."""
-    shown = ui.payload("output", frame.fields.get("payload", "").encode())
-    return shown.text if shown is not None else ""
 
 
 async def explain_in_words(
@@ -350,9 +336,8 @@ def _without_superseded(steps: list[StepMemo]) -> list[StepMemo]:
 
 
 def _step_row(ui: Ui, step: StepMemo) -> StepRow:
-    shown = ui.payload("step", step.result)
     name = step.step if not step.occurrence else f"{step.step} #{step.occurrence + 1}"
-    text = "" if shown is None else shown.text[:STEP_SHOWN_CHARS]
+    text = ui.payload_text("step", step.result, STEP_SHOWN_CHARS)
     return StepRow(name, step.attempt_index, step.started_at, step.recorded_at, step.state, len(step.result), text)
 
 
@@ -370,7 +355,10 @@ def _open_wait(ui: Ui, name: str, gate: Gate, approval: Approval | None) -> Wait
         detail = f"{gate.need or len(gate.children)} of {len(gate.children)} children"
     elif approval is not None:
         detail = describe_answers(approval).partition(": ")[2]
-        votes = [(vote.by or "unknown", vote.at, _short(ui, "vote", vote.payload)) for vote in approval.votes]
+        votes = [
+            (vote.by or "unknown", vote.at, ui.payload_text("vote", vote.payload, SHORT_CHARS))
+            for vote in approval.votes
+        ]
     return WaitRow(
         gate_label(name), gate.kind.value, gate.opened_at, expires_at=gate.expires_at, detail=detail, votes=votes
     )
@@ -378,18 +366,17 @@ def _open_wait(ui: Ui, name: str, gate: Gate, approval: Approval | None) -> Wait
 
 async def _closed_wait(ui: Ui, memo: GateMemo) -> WaitRow:
     votes = [
-        (vote.source_identity or "unknown", vote.accepted_at, _short(ui, "vote", vote.payload))
+        (vote.source_identity or "unknown", vote.accepted_at, ui.payload_text("vote", vote.payload, SHORT_CHARS))
         for vote in await ui.engine.read_votes(memo)
     ]
-    detail = f"{memo.sender or 'somebody'}: {_short(ui, 'message', memo.payload)}" if memo.message_id else ""
+    detail = (
+        f"{memo.sender or 'somebody'}: {ui.payload_text('message', memo.payload, SHORT_CHARS)}"
+        if memo.message_id
+        else ""
+    )
     return WaitRow(
         gate_label(memo.gate), memo.kind.value, memo.opened_at, memo.closed_at, None, memo.ended_as.value, detail, votes
     )
-
-
-def _short(ui: Ui, kind: str, data: bytes | None) -> str:
-    shown = ui.payload(kind, data)
-    return "" if shown is None else shown.text[:200]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -53,8 +53,7 @@ class FactRow(msgspec.Struct, frozen=True):
 
 def fact_row(ui: Ui, fact: Fact) -> FactRow:
     """Return a fact, its value redacted like every payload."""
-    shown = ui.payload("fact", fact.value)
-    return FactRow(fact.name, "" if shown is None else shown.text, fact.number, fact.set_at)
+    return FactRow(fact.name, ui.payload_text("fact", fact.value), fact.number, fact.set_at)
 
 
 class Filters(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ import msgspec
 
 from flowfabric import __version__
 from flowfabric.console.pages import Ui, View, page
-from flowfabric.server.errors import HttpError
 
 
 class SweepRow(msgspec.Struct, frozen=True):
@@ -36,8 +35,7 @@ class StorePage(View, frozen=True, kw_only=True):
 @page("/store")
 async def show_store(ui: Ui) -> StorePage:
     """Show the store; it belongs to no namespace, so a caller that is bound to some does not see it."""
-    if not ui.sees_all:
-        raise HttpError(403, "token is bound to namespaces; this concerns all", kind="forbidden", retryable=False)
+    ui.require_all_namespaces()
     began = time.perf_counter()
     now = await ui.engine.ping()
     took_ms = (time.perf_counter() - began) * 1000

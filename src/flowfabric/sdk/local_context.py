@@ -7,13 +7,12 @@ here: test a function that waits for them in a `World`.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -32,6 +31,7 @@ from flowfabric.sdk.durable.step_calls import (
     step_function,
 )
 from flowfabric.sdk.durations import Duration, to_ms
+from flowfabric.sdk.worker.threads import DaemonThreadPool
 
 if TYPE_CHECKING:
     from flowfabric.sdk.durable.step_execution import RunnableStep
@@ -236,21 +236,11 @@ class _ThreadPortal:
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result."""
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.extend((asyncio.run(coroutine), None))
-            except BaseException as raised:
-                outcome.extend((None, raised))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join()
-        value, error = outcome
-        if error is not None:
-            raise error
-        return cast("T", value)
+        threads = DaemonThreadPool("flowfabric-plain-call")
+        try:
+            return threads.submit(lambda: asyncio.run(coroutine)).result()
+        finally:
+            threads.shutdown()
 
 
 async def _run_call(call: Any) -> Any:

@@ -26,7 +26,7 @@ from flowfabric.sdk.serialization.values import ValueCodec
 from flowfabric.sdk.worker.threads import Portal
 
 if TYPE_CHECKING:
-    from flowfabric.engine.types import Backfilled, CreateExecution, ScheduleDescription, ScheduleStatus
+    from flowfabric.engine.types import Backfilled, ScheduleDescription, ScheduleStatus
     from flowfabric.engine_protocol import EngineAPI
     from flowfabric.sdk.fabric import Fabric
 
@@ -89,15 +89,12 @@ def declare_schedule(
     return DeclaredSchedule(label, call, spec)
 
 
-async def put_schedule(app: Fabric, engine: EngineAPI, declared: DeclaredSchedule, *, owner: str | None) -> str:
+async def put_schedule(engine: EngineAPI, declared: DeclaredSchedule, *, owner: str | None) -> str:
     """Put a schedule in place; one without an owner must not exist with another definition."""
-    ask = await _build_run(engine, declared.call)
-    return await engine.put_schedule(declared.name, declared.spec, ask, owner=owner, only_new=owner is None)
-
-
-async def _build_run(engine: EngineAPI, call: Call[Any]) -> CreateExecution:
+    call = declared.call
     arguments = call.task.signature.bind(call.args, call.kwargs)
-    return await call.task.build_create(engine, arguments, options=call.options)
+    ask = await call.task.build_create(engine, arguments, options=call.options)
+    return await engine.put_schedule(declared.name, declared.spec, ask, owner=owner, only_new=owner is None)
 
 
 async def apply_schedules(app: Fabric, engine: EngineAPI) -> None:
@@ -106,7 +103,7 @@ async def apply_schedules(app: Fabric, engine: EngineAPI) -> None:
 
     async def put(declared: DeclaredSchedule) -> None:
         async with slots:
-            await put_schedule(app, engine, declared, owner=app.module)
+            await put_schedule(engine, declared, owner=app.module)
 
     try:
         await asyncio.gather(*(put(declared) for declared in app.declared_schedules.values()))
@@ -243,7 +240,7 @@ class Schedules:
             jitter=jitter,
             pause_on_failure=pause_on_failure,
         )
-        await put_schedule(self._app, await self._app.engine(), declared, owner=None)
+        await put_schedule(await self._app.engine(), declared, owner=None)
         return ScheduleHandle(self._app, declared.name)
 
     def get(self, name: str) -> ScheduleHandle:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from flowfabric.model.states import PublicState
     from flowfabric.sdk.fabric import Fabric
     from flowfabric.sdk.flows import Flow, FlowRun, Graph, Node
-    from flowfabric.sdk.keys.keyed import Keyed
     from flowfabric.sdk.keys.keyed_sync import SyncKeyed
-    from flowfabric.sdk.run import OutputFrame, Reset, Run
+    from flowfabric.sdk.run import OutputFrame, Reset, Run, RunMethods
     from flowfabric.sdk.submitter import Submitter
 
 P = ParamSpec("P")
@@ -33,9 +32,9 @@ T = TypeVar("T")
 
 
 class SyncRunMethods(Generic[R]):
-    """What `SyncRun` and `SyncKeyed` have in common: the blocking twins of the methods of `Run` and `Keyed`."""
+    """What `SyncRun` and `SyncKeyed` have in common: the blocking twins of `RunMethods`."""
 
-    def __init__(self, run: Run[R] | Keyed[Any, R], portal: Portal) -> None:
+    def __init__(self, run: RunMethods[R], portal: Portal) -> None:
         self._run = run
         self._portal = portal
 

@@ -92,7 +92,7 @@ class App:
         self.handle_signer = HandleSigner(engine, settings)
         self._rate = RateLimiter(settings.rate_limit)
         self.authenticator = Authenticator(settings, engine, self._rate)
-        self.tracing: tracing.Tracing = tracing.make_tracing()
+        self.tracing = tracing.make_tracing()
         self.login_limiter = RateLimiter(LOGIN_ATTEMPTS_PER_S, burst=LOGIN_ATTEMPTS)
         self._feeds = FeedLimiter(settings.max_feeds)
         self._hosts = HostFilter(settings)
@@ -224,7 +224,7 @@ class App:
             return await self._run_handler(request, method, route, body)
         except HttpError as refused:
             body = b"" if refused.body is None else encode(refused.body)
-            if route is not None and route.is_audited and refused.status != 401:
+            if route is not None and route.audit and refused.status != 401:
                 self._audit(request, route, f"refused: {refused.status}")
             if route is not None and route.error_page is not None:
                 page = route.error_page(request, refused.status, str(refused))
@@ -261,12 +261,12 @@ class App:
             await _check_namespaces(request, route)
         if route.is_streaming:
             response = await self._open_feed(request, route)
-        elif self._timeout_s is not None and not route.is_long_poll:
+        elif self._timeout_s is not None and not route.long:
             async with asyncio.timeout(self._timeout_s):
                 response = to_response(await route.handler(request), route)
         else:
             response = await self._run_long_poll(request, route)
-        if route.is_audited:
+        if route.audit:
             self._audit(request, route, "done")
         return response
 
@@ -305,7 +305,7 @@ class App:
         if isinstance(error, errors.SchemaTooNew):
             self.note_newer_schema(error)
         self.engine.metrics.count("ff_errors", kind=error.kind)
-        if route is not None and route.is_audited:
+        if route is not None and route.audit:
             self._audit(request, route, f"refused: {error.kind}")
         if status >= 500:
             logging.logger.error(

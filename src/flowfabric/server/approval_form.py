@@ -120,23 +120,8 @@ def _build_form(schema: Schema) -> FormNode:
         return FormNode("value", "value", {}, False)
 
 
-def form_fields(schema: Schema) -> list[FormNode]:
-    """Return the fields of the form of a schema."""
-    return list(_build_form(schema).fields)
-
-
 def _is_yes_or_no(node: FormNode) -> bool:
     return node.children is None and node.schema.get("type") == "boolean" and node.options == [True, False]
-
-
-def render_fields(schema: Schema, values: Any = None) -> str:
-    """Render the fields of a schema, filled with a value; a yes/no question has buttons instead."""
-    form = _build_form(schema)
-    if _is_yes_or_no(form):
-        return f"<p>{escape(form.label)}</p>\n"
-    return "".join(
-        f"<label>{escape(node.label)}{_input(node, _value_at(values, node.name))}</label>\n" for node in form.fields
-    )
 
 
 def _value_at(values: Any, name: str) -> Any:
@@ -144,23 +129,6 @@ def _value_at(values: Any, name: str) -> Any:
     for key in name.split(".")[1:]:
         values = values.get(key) if isinstance(values, dict) else None
     return values
-
-
-def render_buttons(schema: Schema) -> str:
-    """Render the submit button, or a button for each answer to a yes/no question."""
-    form = _build_form(schema)
-    if not _is_yes_or_no(form):
-        return '<button type="submit">Send</button>'
-    name = escape(form.name, quote=True)
-    return "\n".join(
-        f'<button type="submit" name="{name}" value="{index}">{_option_text(option)}</button>'
-        for index, option in enumerate((True, False))
-    )
-
-
-def render_prefix(schema: Schema) -> str:
-    """Render what comes first in the form."""
-    return DISABLED_SUBMIT if _is_yes_or_no(_build_form(schema)) else ""
 
 
 def _input(node: FormNode, given: Any = None) -> str:
@@ -313,10 +281,22 @@ class RenderedForm(msgspec.Struct, frozen=True):
 
 
 def render_form(schema: Schema, values: Any = None) -> RenderedForm:
-    """Render the parts of the form of a schema, filled with a value; every foreign text in them is escaped."""
-    return RenderedForm(
-        Markup(render_prefix(schema)), Markup(render_fields(schema, values)), Markup(render_buttons(schema))
+    """Render the parts of the form of a schema, filled with a value; every foreign text in them is escaped.
+
+    A yes/no question has a button for each answer instead of a field.
+    """
+    form = _build_form(schema)
+    if not _is_yes_or_no(form):
+        fields = "".join(
+            f"<label>{escape(node.label)}{_input(node, _value_at(values, node.name))}</label>\n" for node in form.fields
+        )
+        return RenderedForm(Markup(""), Markup(fields), Markup('<button type="submit">Send</button>'))
+    name = escape(form.name, quote=True)
+    buttons = "\n".join(
+        f'<button type="submit" name="{name}" value="{index}">{_option_text(option)}</button>'
+        for index, option in enumerate((True, False))
     )
+    return RenderedForm(Markup(DISABLED_SUBMIT), Markup(f"<p>{escape(form.label)}</p>\n"), Markup(buttons))
 
 
 def fact_texts(facts: Any) -> list[tuple[str, str]]:

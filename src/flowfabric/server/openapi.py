@@ -150,7 +150,7 @@ def _operation(group: RouteGroup, route: Route, schemas: _Schemas) -> dict[str, 
 
 def error_statuses(route: Route) -> frozenset[int]:
     """Return the error statuses that a route may answer with."""
-    statuses = {400, 421, 429, 431, 500, 503, 504, *route.error_statuses}
+    statuses = {400, 421, 429, 431, 500, 503, 504, *route.refusals}
     if route.scope is not None:
         statuses |= {401, 403}
     if "{" in route.path:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.api.encoding import variant_name
+from flowfabric.api.encoding import MAX_WAIT_MS, variant_name
 from flowfabric.engine.engine import Engine
 from flowfabric.handles import Handle
 from flowfabric.model.security.api_token import ApiScope
@@ -262,6 +262,14 @@ class Request(Generic[B]):
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
+
+    async def long_poll(self, read: Callable[[int], Coroutine[Any, Any, T]]) -> T:
+        """Return what is read within the `wait_ms` of the query, or without such a wait what there is now."""
+        if wait_ms := min(self.int_param("wait_ms", 0), MAX_WAIT_MS):
+            found = await self.wait_while_connected(read(wait_ms))
+            if found is not None:
+                return found
+        return await read(0)
 
 
 def path_execution_id(text: str) -> str:

@@ -24,7 +24,7 @@ BODY_TIMEOUT_S = 60.0
 
 async def read_body(request: Request[Any], route: Route) -> bytes:
     """Read the raw body; raise 413, 415 or 408 if it is too large, of another type, or takes too long."""
-    limit = route.max_body_bytes
+    limit = route.limit
     length = request.headers.get(b"content-length")
     if length is not None and length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise BodyTooLarge(limit, route.path)

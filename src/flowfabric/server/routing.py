@@ -96,13 +96,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     handler: Any
     responses: dict[int, Any]  # a type, None for an empty body, or the name of another content type
     scope: ApiScope | None  # None: no token is needed
-    subject: Subject | None
-    body: Any
-    max_body_bytes: int
-    query: tuple[QueryParam, ...]
-    is_long_poll: bool  # no request timeout applies
-    is_audited: bool  # written to the audit log
-    error_statuses: frozenset[int]
+    subject: Subject | None = None
+    body: Any = None
+    limit: int = CONTROL_LIMIT  # bytes of the body
+    query: tuple[QueryParam, ...] = ()
+    long: bool = False  # no request timeout applies
+    audit: bool = False  # written to the audit log
+    refusals: tuple[int, ...] = ()  # further statuses of errors
     decoder: Any = None
     variants: Mapping[str, int]  # the status of each declared variant, by name; empty if a response has no variants
     error_page: ErrorPage | None = None  # renders errors for people; None: they are JSON
@@ -115,7 +115,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_token(self) -> bool:
         """True if a valid token is required, of a certain scope or any."""
-        return self.scope is not None or 401 in self.error_statuses
+        return self.scope is not None or 401 in self.refusals
 
     @property
     def is_streaming(self) -> bool:
@@ -154,47 +154,27 @@ class RouteGroup:
         view.entries = self.entries
         return view
 
-    def _add(
-        self,
-        method: str,
-        path: str,
-        responses: dict[int, Any],
-        *,
-        scope: ApiScope | None,
-        subject: Subject | None = None,
-        body: Any = None,
-        limit: int = CONTROL_LIMIT,
-        query: tuple[QueryParam, ...] = (),
-        long: bool = False,
-        audit: bool = False,
-        refusals: tuple[int, ...] = (),
-        error_page: ErrorPage | None = None,
-    ) -> Callable[[H], H]:
+    def _add(self, method: str, path: str, responses: dict[int, Any], **options: Any) -> Callable[[H], H]:
+        body = options.get("body")
+        decoder = None if body is None or body is bytes else msgspec.json.Decoder(body)
+        variants = {
+            name: status
+            for status, kind in responses.items()
+            if isinstance(kind, VariantSchema)
+            for name, _ in kind.variants
+        }
+
         def add(handler: H) -> H:
-            self.entries.append(
-                Route(
-                    method=method,
-                    path=path,
-                    handler=handler,
-                    responses=responses,
-                    scope=scope,
-                    subject=subject,
-                    body=body,
-                    max_body_bytes=limit,
-                    query=query,
-                    is_long_poll=long,
-                    is_audited=audit,
-                    error_statuses=frozenset(refusals),
-                    variants={
-                        name: status
-                        for status, kind in responses.items()
-                        if isinstance(kind, VariantSchema)
-                        for name, _ in kind.variants
-                    },
-                    decoder=None if body is None or body is bytes else msgspec.json.Decoder(body),
-                    error_page=error_page,
-                )
+            route = Route(
+                method=method,
+                path=path,
+                handler=handler,
+                responses=responses,
+                decoder=decoder,
+                variants=variants,
+                **options,
             )
+            self.entries.append(route)
             return handler
 
         return add

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import time_ns
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -23,45 +23,25 @@ TRACEPARENT_TAG = TRACE_TAG
 MAX_REMEMBERED_SPANS = 10_000
 
 
-class Tracing(Protocol):
-    """Records spans."""
-
-    is_on: bool
-
-    def request_span(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
-        """Open the span of one request."""
-        ...
-
-    def current_traceparent(self) -> str | None:
-        """Return the traceparent of the current span, or None."""
-        ...
-
-    def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
-        """Record a claim; `submitted` is the traceparent of the submit."""
-        ...
-
-    def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
-        """Record that an attempt ended or was suspended."""
-        ...
-
-
-class NoTracing:
-    """Records nothing."""
+class Tracing:
+    """Records nothing: the tracing of a server without OpenTelemetry."""
 
     is_on = False
     _none = nullcontext()
 
     def request_span(self, method: str, route: str, headers: dict[bytes, bytes]) -> AbstractContextManager[Any]:
+        """Open the span of one request."""
         return self._none
 
     def current_traceparent(self) -> str | None:
+        """Return the traceparent of the current span, or None."""
         return None
 
     def record_claim(self, execution_id: str, attempt_index: int, attempt_type: str, submitted: str | None) -> None:
-        pass
+        """Record a claim; `submitted` is the traceparent of the submit."""
 
     def record_attempt_end(self, attempt: HandleFields, outcome: str) -> None:
-        pass
+        """Record that an attempt ended or was suspended."""
 
 
 class LatestSpan(msgspec.Struct, frozen=True):
@@ -74,7 +54,7 @@ class LatestSpan(msgspec.Struct, frozen=True):
     submit: Any
 
 
-class OtelTracing:
+class OtelTracing(Tracing):
     """Records spans with OpenTelemetry."""
 
     is_on = True
@@ -158,7 +138,7 @@ def make_tracing() -> Tracing:
     try:
         from opentelemetry import trace
     except ImportError:
-        return NoTracing()
+        return Tracing()
     # Without a provider every span would be created in vain.
     provider = type(trace.get_tracer_provider()).__name__
-    return NoTracing() if provider in ("ProxyTracerProvider", "NoOpTracerProvider") else OtelTracing()
+    return Tracing() if provider in ("ProxyTracerProvider", "NoOpTracerProvider") else OtelTracing()

@@ -314,8 +314,8 @@ def test_wrong_keys_are_refused(make: Any) -> None:
 
 def test_everything_that_a_run_can_do_can_be_done_at_a_key() -> None:
     own = {"id", "created", "task", "decode", "timeout_error"}
-    public = {name for name in vars(Run) if not name.startswith("_")}
-    assert public - own <= set(vars(Keyed))
+    public = {name for name in dir(Run) if not name.startswith("_")}
+    assert public - own <= set(dir(Keyed))
     blocking = {name for name in dir(SyncRun) if not name.startswith("_")}
     assert blocking - own <= set(dir(SyncKeyed))
 

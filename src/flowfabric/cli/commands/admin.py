@@ -31,7 +31,6 @@ def rotate_secret(
         typer.Option(
             metavar="<path>",
             help="A file with the secret in hex, - is stdin; otherwise a random one.",
-            show_default=False,
         ),
     ] = None,
     grace: Annotated[str, typer.Option(help="How long the previous key still verifies.")] = "24h",

@@ -33,9 +33,7 @@ MAX_SEARCHES = 50  # searches of one `ff ls`; each reads a limited number of row
 
 IdArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="ID", help="The execution, as `ff ls` shows it, or a unique beginning: 86:019a9f3c.", show_default=False
-    ),
+    typer.Argument(metavar="ID", help="The execution, as `ff ls` shows it, or a unique beginning: 86:019a9f3c."),
 ]
 
 
@@ -49,23 +47,19 @@ def _states(incomplete: str) -> list[str]:
 def ls(
     state: Annotated[
         str | None,
-        typer.Option(help="Only executions in these public states.", autocompletion=_states, show_default=False),
+        typer.Option(help="Only executions in these public states.", autocompletion=_states),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Only executions of this task.", show_default=False)] = None,
-    lane: Annotated[str | None, typer.Option(help="Only executions of this lane.", show_default=False)] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Only executions of this namespace.", show_default=False)
-    ] = None,
-    tag: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE", help="Only executions with this tag.", show_default=False)
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="Only executions of this task.")] = None,
+    lane: Annotated[str | None, typer.Option(help="Only executions of this lane.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only executions of this namespace.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="Only executions with this tag.")] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="Only executions created since: 15m, 2h, 2026-11-18.", show_default=False),
+        typer.Option(metavar="WHEN", help="Only executions created since: 15m, 2h, 2026-11-18."),
     ] = None,
     where: WhereOption = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
-    cursor: Annotated[str | None, typer.Option(help="Continue after this page.", show_default=False)] = None,
+    cursor: Annotated[str | None, typer.Option(help="Continue after this page.")] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -275,7 +269,7 @@ def _show_snapshot(details: dict[str, Any]) -> None:
 
 OptionalIdArgument = Annotated[
     str | None,
-    typer.Argument(metavar="ID", help="The execution, or a unique beginning; --where names many.", show_default=False),
+    typer.Argument(metavar="ID", help="The execution, or a unique beginning; --where names many."),
 ]
 
 
@@ -348,7 +342,7 @@ def unpin(
     execution_id: IdArgument,
     to: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="Only workers of this version continue it.", show_default=False),
+        typer.Option(metavar="VERSION", help="Only workers of this version continue it."),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,

@@ -21,14 +21,14 @@ EXIT_NOT_ANSWERED = 5
 
 def send(
     execution_id: IdArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the message.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the message.")],
     value: Annotated[str, typer.Argument(metavar="VALUE", help="The value to send, as JSON.")] = "null",
     wait: Annotated[bool, typer.Option("--wait", help="Ask: wait for the reply, and print it.")] = False,
     timeout: TimeoutOption = None,
     by: Annotated[str, typer.Option(help="The sender.")] = "ff send",
     key: Annotated[
         str | None,
-        typer.Option(help="The same key is the same message; with --wait, it has the same reply.", show_default=False),
+        typer.Option(help="The same key is the same message; with --wait, it has the same reply."),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
@@ -37,21 +37,13 @@ def send(
 
     The exit code is 0 if it was sent, or answered; 1 if it was refused, and 5 if there is no reply.
     """
-    from flowfabric.cli.commands.signals import parse_json
-    from flowfabric.engine.types import Accepted, MessageArgs
+    from flowfabric.cli.commands.signals import make_message, parse_json
+    from flowfabric.engine.types import Accepted
 
     payload, waits = parse_json(value), wait or timeout is not None
 
     async def deliver(engine: EngineAPI, full_id: str) -> Any:
-        message = MessageArgs(
-            execution_id=full_id,
-            mailbox=name,
-            message_id=engine.minter.uuid(),
-            payload=payload,
-            payload_encoding="json",
-            sender=by,
-            idempotency_key=key,
-        )
+        message = make_message(engine, full_id, name, payload, by, key)
         return await _ask(engine, message, timeout) if waits else await engine.send_message(message)
 
     answer = run_on_execution(store, execution_id, deliver)
@@ -64,18 +56,14 @@ def send(
 
 
 async def _ask(engine: EngineAPI, message: Any, timeout: str | None) -> Reply:
-    import time
-
     from flowfabric.model.gate import ReplyState
-    from flowfabric.sdk.durations import to_ms
+    from flowfabric.sdk.answers import Deadline
+    from flowfabric.sdk.durations import to_seconds
 
-    until = None if timeout is None else time.monotonic() + to_ms(timeout, "timeout") / 1000
+    deadline = Deadline(to_seconds(timeout), max_poll_ms=POLL_MS)
     reply = await engine.ask(message)
-    while reply.state is ReplyState.OPEN:
-        left_ms = POLL_MS if until is None else round((until - time.monotonic()) * 1000)
-        if left_ms <= 0:
-            break
-        reply = await engine.read_reply(message.execution_id, reply.message_id, max_wait_ms=min(left_ms, POLL_MS))
+    while reply.state is ReplyState.OPEN and deadline.left_ms:
+        reply = await engine.read_reply(message.execution_id, reply.message_id, max_wait_ms=deadline.left_ms)
     return reply
 
 

@@ -56,10 +56,10 @@ def workers(
 
 
 def lanes(
-    lane: Annotated[str | None, typer.Argument(help="Only this lane.", show_default=False)] = None,
+    lane: Annotated[str | None, typer.Argument(help="Only this lane.")] = None,
     spread: Annotated[
         int | None,
-        typer.Option(min=1, help="Spread its new executions over this many partitions.", show_default=False),
+        typer.Option(min=1, help="Spread its new executions over this many partitions."),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
@@ -97,10 +97,10 @@ def lanes(
 def budgets(
     budget_id: Annotated[
         str | None,
-        typer.Argument(metavar="ID", help="Only this budget; a unique prefix is enough.", show_default=False),
+        typer.Argument(metavar="ID", help="Only this budget; a unique prefix is enough."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at a time.")] = 50,
-    cursor: Annotated[str | None, typer.Option(help="Continue after this id.", show_default=False)] = None,
+    cursor: Annotated[str | None, typer.Option(help="Continue after this id.")] = None,
     namespace: NamespaceOption = "default",
     store: StoreOrServerOption = None,
     json: JsonOption = False,

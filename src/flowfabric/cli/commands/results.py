@@ -35,10 +35,10 @@ def result(
     """
 
     async def wait_for_outcome(engine: EngineAPI, full_id: str) -> tuple[str, ExecutionOutcome | None, str]:
-        from flowfabric.sdk.durations import to_ms
+        from flowfabric.sdk.durations import to_seconds
 
-        limit_ms = 0 if timeout is None and not wait else None if timeout is None else to_ms(timeout, "timeout")
-        end = await _wait_for_end(engine, full_id, limit_ms, show_obstacles=not json)
+        limit_s = 0 if timeout is None and not wait else to_seconds(timeout)
+        end = await _wait_for_end(engine, full_id, limit_s, show_obstacles=not json)
         why = "" if end is not None else (await engine.explain(full_id)).sentence
         return full_id, end, why
 
@@ -62,19 +62,16 @@ _VERBS = {"failed": "failed", "cancelled": "was cancelled", "expired": "expired"
 
 
 async def _wait_for_end(
-    engine: EngineAPI, execution_id: str, limit_ms: int | None, *, show_obstacles: bool
+    engine: EngineAPI, execution_id: str, limit_s: float | None, *, show_obstacles: bool
 ) -> ExecutionOutcome | None:
     """Wait for the outcome, without a limit if it is None; meanwhile print why the execution is not running."""
-    from time import monotonic
+    from flowfabric.sdk.answers import Deadline
 
-    if limit_ms == 0:
-        return await engine.await_end(execution_id)
     obstacles = ObstacleWatcher(engine, execution_id)
-    until = None if limit_ms is None else monotonic() + limit_ms / 1000
+    deadline = Deadline(limit_s, max_poll_ms=POLL_MS)
     while True:
-        left_ms = POLL_MS if until is None else min(POLL_MS, max(0, round((until - monotonic()) * 1000)))
-        end = await engine.await_end(execution_id, max_wait_ms=left_ms)
-        if end is not None or (until is not None and monotonic() >= until):
+        end = await engine.await_end(execution_id, max_wait_ms=deadline.left_ms)
+        if end is not None or not deadline.left_ms:
             return end
         if show_obstacles and (obstacle := await obstacles.next_change()):
             typer.echo(f"· {obstacle}", err=True)

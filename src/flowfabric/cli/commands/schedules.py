@@ -97,8 +97,8 @@ def show(
 def create(
     name: NameArgument,
     target: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="The task that it runs.")],
-    cron: Annotated[str | None, typer.Option(help='As in "0 3 * * *", or @daily.', show_default=False)] = None,
-    every: Annotated[str | None, typer.Option(help='As in "30s" or "1h".', show_default=False)] = None,
+    cron: Annotated[str | None, typer.Option(help='As in "0 3 * * *", or @daily.')] = None,
+    every: Annotated[str | None, typer.Option(help='As in "30s" or "1h".')] = None,
     payload: Annotated[str, typer.Option(help="The input as a JSON object of the task's parameters.")] = "{}",
     tz: Annotated[str, typer.Option(help="The time zone of a cron expression.")] = "UTC",
     overlap: OverlapOption = "skip",

@@ -12,12 +12,8 @@ from flowfabric.cli.stores import StoreOption, check_is_store, resolve_store_url
 
 def serve(
     store: StoreOption = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; FF_LISTEN_ADDR, else 127.0.0.1.", show_default=False)
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65_535, help="Port; FF_LISTEN_ADDR, else 9090.", show_default=False)
-    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; FF_LISTEN_ADDR, else 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65_535, help="Port; FF_LISTEN_ADDR, else 9090.")] = None,
     allow_unauthenticated: Annotated[
         bool, typer.Option(help="Listen beyond this machine although no FF_API_TOKEN is set.")
     ] = False,

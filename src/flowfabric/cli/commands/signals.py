@@ -10,7 +10,7 @@ from flowfabric.cli.output import JsonOption, console, format_instant, print_jso
 from flowfabric.cli.stores import StoreOrServerOption, resolve_store_url, run_on_execution, run_on_store
 
 if TYPE_CHECKING:
-    from flowfabric.engine.types import Approval
+    from flowfabric.engine.types import Approval, MessageArgs
     from flowfabric.engine_protocol import EngineAPI
 
 LINK_PATH = "/v1/waitpoints/"
@@ -20,19 +20,17 @@ PAGE_SIZE = 100
 def signal(
     target: Annotated[
         str,
-        typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval.", show_default=False),
+        typer.Argument(metavar="ID|LINK", help="The execution, or the signed link of an approval."),
     ],
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME", help="The mailbox that `ctx.receive` reads; a link needs none.", show_default=False
-        ),
+        typer.Argument(metavar="NAME", help="The mailbox that `ctx.receive` reads; a link needs none."),
     ] = "",
     value: Annotated[str, typer.Option(help="The value to send, as JSON.")] = "null",
     by: Annotated[str, typer.Option(help="The sender.")] = "ff signal",
     key: Annotated[
         str | None,
-        typer.Option(help="Idempotency key: a message with the same key is delivered once.", show_default=False),
+        typer.Option(help="Idempotency key: a message with the same key is delivered once."),
     ] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
@@ -51,7 +49,11 @@ def signal(
     if is_link:
         answer = run_on_store(store, _vote(target, payload, by, key))
     else:
-        answer = run_on_execution(store, target, _message(name, payload, by, key))
+        answer = run_on_execution(
+            store,
+            target,
+            lambda engine, full_id: engine.send_message(make_message(engine, full_id, name, payload, by, key)),
+        )
     effect = answer.effect if hasattr(answer, "effect") else "duplicate"
     if json:
         print_json({"signal_id": getattr(answer, "signal_id", None), "effect": effect})
@@ -69,23 +71,21 @@ _VOTED = {True: "✓ voted: the approval is complete, and the run resumes", Fals
 _SENT = {True: "✓ sent: the run waited for this, and resumes", False: "✓ sent: kept until the run receives it"}
 
 
-def _message(name: str, payload: bytes, by: str, key: str | None) -> Any:
-    async def send(engine: EngineAPI, execution_id: str) -> Any:
-        from flowfabric.engine.types import MessageArgs
+def make_message(
+    engine: EngineAPI, execution_id: str, name: str, payload: bytes, by: str, key: str | None
+) -> MessageArgs:
+    """Return a message to an execution."""
+    from flowfabric.engine.types import MessageArgs
 
-        return await engine.send_message(
-            MessageArgs(
-                execution_id=execution_id,
-                mailbox=name,
-                message_id=engine.minter.uuid(),
-                payload=payload,
-                payload_encoding="json",
-                sender=by,
-                idempotency_key=key,
-            )
-        )
-
-    return send
+    return MessageArgs(
+        execution_id=execution_id,
+        mailbox=name,
+        message_id=engine.minter.uuid(),
+        payload=payload,
+        payload_encoding="json",
+        sender=by,
+        idempotency_key=key,
+    )
 
 
 def _vote(link: str, payload: bytes, by: str, key: str | None) -> Any:
@@ -144,7 +144,6 @@ def approvals(
         typer.Option(
             metavar="URL",
             help="Where the links lead: FF_PUBLIC_URL, else the server that --store names.",
-            show_default=False,
         ),
     ] = None,
     store: StoreOrServerOption = None,

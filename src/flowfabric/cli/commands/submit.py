@@ -23,38 +23,29 @@ def submit(
             metavar="MODULE:TASK",
             help="A task: its input is checked, and its lane, retries, capabilities and limits apply. Without a task, "
             "the options describe the execution.",
-            show_default=False,
         ),
     ] = None,
     payload: Annotated[
         str | None,
-        typer.Option(help="The input as text; for a task a JSON object of its parameters.", show_default=False),
+        typer.Option(help="The input as text; for a task a JSON object of its parameters."),
     ] = None,
-    payload_file: Annotated[
-        Path | None, typer.Option(help="A file with the input as bytes; - is stdin.", show_default=False)
-    ] = None,
+    payload_file: Annotated[Path | None, typer.Option(help="A file with the input as bytes; - is stdin.")] = None,
     key: Annotated[
         str | None,
-        typer.Option(help="Idempotency key: the same key within 24 h returns the same run.", show_default=False),
+        typer.Option(help="Idempotency key: the same key within 24 h returns the same run."),
     ] = None,
     lane: Annotated[
         str | None,
-        typer.Option(help="The lane: `default`, or that of the task.", show_default=False),
+        typer.Option(help="The lane: `default`, or that of the task."),
     ] = None,
-    priority: Annotated[
-        int | None, typer.Option(help="0 to 9000, higher first: 0, or that of the task.", show_default=False)
-    ] = None,
-    delay: Annotated[str | None, typer.Option(help='Start after this delay: "30s", "5m".', show_default=False)] = None,
-    tag: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.", show_default=False)
-    ] = None,
+    priority: Annotated[int | None, typer.Option(help="0 to 9000, higher first: 0, or that of the task.")] = None,
+    delay: Annotated[str | None, typer.Option(help='Start after this delay: "30s", "5m".')] = None,
+    tag: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")] = None,
     kind: Annotated[
         str | None, typer.Option(help="Without a task: the name of its handler, `task` by default.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Without a task: the policy, as JSON.", show_default=False)] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Without a task: the namespace, `default` by default.", show_default=False)
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Without a task: the policy, as JSON.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Without a task: the namespace, `default` by default.")] = None,
     store: StoreOrServerOption = None,
     json: JsonOption = False,
 ) -> None:

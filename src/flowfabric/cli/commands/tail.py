@@ -53,9 +53,7 @@ def _facts(answer: Explanation) -> dict[str, Any]:
 
 def tail(
     execution_id: IdArgument,
-    name: Annotated[
-        str | None, typer.Option(help="Only the stream of this name; otherwise all.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Only the stream of this name; otherwise all.")] = None,
     follow: Annotated[bool, typer.Option(help="Wait for more until it has ended.")] = True,
     store: StoreOrServerOption = None,
     json: JsonOption = False,

@@ -16,7 +16,6 @@ def ui(
         typer.Argument(
             metavar="URL",
             help="The server: FF_PUBLIC_URL, FLOWFABRIC_URL if it is one, else http://127.0.0.1:9090.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

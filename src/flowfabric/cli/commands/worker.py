@@ -28,14 +28,11 @@ def worker(
         typer.Option(
             metavar="LANE,…",
             help="Serve these, comma-separated or repeated; else the lanes of its tasks.",
-            show_default=False,
         ),
     ] = None,
     capabilities: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME,…", help="Capabilities of this worker, comma-separated or repeated.", show_default=False
-        ),
+        typer.Option(metavar="NAME,…", help="Capabilities of this worker, comma-separated or repeated."),
     ] = None,
     lease_ttl: Annotated[
         str, typer.Option(help="How long a lease lasts without renewal before another worker takes over.")

@@ -88,7 +88,7 @@ def _text(failure: BaseException) -> str:
     """Return the text of an exception, and for a group those of its first members; a very long text is cut."""
     text = _own_text(failure)
     if _is_group(failure):
-        members = islice(_leaves(failure), MAX_MEMBERS)
+        members = islice(group_leaves(failure), MAX_MEMBERS)
         text = f"{text}: {'; '.join(f'{type(member).__name__}: {_own_text(member)}' for member in members)}"
     return text[:MAX_FAILURE_BYTES]
 
@@ -100,9 +100,9 @@ def _own_text(failure: BaseException) -> str:
         return f"(its text cannot be made: {type(error).__name__})"
 
 
-def _leaves(group: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions in a group and its nested groups."""
-    pending: list[BaseException] = [group]
+def group_leaves(raised: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions in a group and its nested groups; for any other exception itself."""
+    pending: list[BaseException] = [raised]
     while pending:
         failure = pending.pop()
         if _is_group(failure):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ from flowfabric.errors import (
 from flowfabric.handles import Handle
 from flowfabric.model.answers.execution import Completed
 from flowfabric.sdk.exceptions import BudgetExceeded, Fatal, RetryAfter, StepFailed, is_lease_loss
-from flowfabric.sdk.serialization.failures import encode_failure
+from flowfabric.sdk.serialization.failures import encode_failure, group_leaves
 from flowfabric.sdk.task import Task
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _outcome_of(failure: BaseException) -> Outcome:
 def _failed(failure: BaseException, category: str) -> Failed:
     """Return the outcome of a failure. A group with one exception in it is stored as that exception."""
     category = category[:MAX_CATEGORY_CHARS]
-    leaves = [*islice(_leaves(failure), 2)]
+    leaves = [*islice(group_leaves(failure), 2)]
     return Failed(
         failure_reason(failure), category, encode_failure(leaves[0] if len(leaves) == 1 else failure, category)
     )
@@ -132,7 +131,7 @@ def _outcome_of_group(group: BaseExceptionGroup) -> Outcome:
 
 def find_lease_loss(failure: BaseException, run_id: str) -> FabricError | None:
     """Return the refusal that shows that the handler lost its lease, if that caused the failure."""
-    for leaf in _leaves(failure):
+    for leaf in group_leaves(failure):
         cause: BaseException | None = leaf
         for _ in range(MAX_CAUSES):
             if isinstance(cause, FabricError) and is_lease_loss(cause, run_id):
@@ -194,7 +193,7 @@ def failure_reason(failure: BaseException) -> str:
 
     For an exception group the line names all exceptions in it, and each follows with its own frames.
     """
-    leaves = [*_leaves(failure)]
+    leaves = [*group_leaves(failure)]
     summary = _summary(failure)
     if leaves != [failure]:
         summary = f"{'; '.join(map(_summary, leaves))} ({summary})"
@@ -213,15 +212,6 @@ def _summary(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {_text(failure)}"
 
 
-def _leaves(failure: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions in a group and its nested groups; for any other exception itself."""
-    if not isinstance(failure, BaseExceptionGroup):
-        yield failure
-        return
-    for member in failure.exceptions:
-        yield from _leaves(member)
-
-
 def application_traceback(failure: BaseException) -> TracebackType | None:
     """Return the traceback from the first frame outside this library; all of it if there is no such frame."""
     trace = failure.__traceback__
@@ -233,7 +223,7 @@ def application_traceback(failure: BaseException) -> TracebackType | None:
 def is_encodable(failure: BaseException) -> bool:
     """True if its text can be encoded; a lone surrogate cannot."""
     try:
-        for error in (failure, *_leaves(failure)):
+        for error in (failure, *group_leaves(failure)):
             _text(error).encode()
     except UnicodeEncodeError:
         return False

@@ -234,19 +234,12 @@ def _run_plain_handler(
         arguments = task.with_context(arguments, lambda: context)
     try:
         value = variables.run(lambda: task.handler(**arguments))
-        if context is not None:
-            asyncio.run_coroutine_threadsafe(context.flush(), loop).result()
-            asyncio.run_coroutine_threadsafe(context.acknowledge_spends(), loop).result()
+        asyncio.run_coroutine_threadsafe(_flush(context), loop).result()
         task.check_result(value, arguments)
     except HandlerUnwound:
         return NOTHING_TO_REPORT
     except Exception as error:
-        if context is not None and find_lease_loss(error, context.run_id) is not None:
-            return NOTHING_TO_REPORT
-        if context is not None:
-            asyncio.run_coroutine_threadsafe(context.flush_quietly(), loop).result()
-            asyncio.run_coroutine_threadsafe(context.acknowledge_spends(), loop).result()
-        return outcome_of_exception(error, is_final=context is not None and context.is_final(error))
+        return asyncio.run_coroutine_threadsafe(_failure_outcome(context, error), loop).result()
     return outcome_of_result(task, value)
 
 
@@ -263,20 +256,31 @@ async def _run_async_handler(task: Task[..., Any], arguments: dict[str, Any], co
         finally:
             if context is not None:
                 context.close()
-        if context is not None:
-            await context.flush()
-            await context.acknowledge_spends()
+        await _flush(context)
         task.check_result(value, arguments)
     except asyncio.CancelledError as error:
         return NOTHING_TO_REPORT if context is not None and context.is_parked else outcome_of_exception(error)
     except (Exception, SystemExit) as error:  # a SystemExit would end the loop without an outcome
-        if context is not None and find_lease_loss(error, context.run_id) is not None:
-            return NOTHING_TO_REPORT
-        if context is not None:
-            await context.flush_quietly()
-            await context.acknowledge_spends()
-        return outcome_of_exception(error, is_final=context is not None and context.is_final(error))
+        return await _failure_outcome(context, error)
     return outcome_of_result(task, value)
+
+
+async def _flush(context: Context | None) -> None:
+    """Store what a handler that has returned left to be written."""
+    if context is not None:
+        await context.flush()
+        await context.acknowledge_spends()
+
+
+async def _failure_outcome(context: Context | None, error: BaseException) -> Outcome:
+    """Return the outcome of a handler that raised."""
+    if context is None:
+        return outcome_of_exception(error)
+    if find_lease_loss(error, context.run_id) is not None:
+        return NOTHING_TO_REPORT
+    await context.flush_quietly()
+    await context.acknowledge_spends()
+    return outcome_of_exception(error, is_final=context.is_final(error))
 
 
 async def _make_context(task: Task[..., Any], call: SubprocessCall) -> Context:

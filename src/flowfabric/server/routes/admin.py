@@ -15,16 +15,16 @@ from flowfabric.server.request import Request, json_response, path_uuid
 from flowfabric.server.routing import PAGE_PARAMS, Response, RouteGroup, Subject
 
 routes = RouteGroup("admin")
+admin_routes = routes.with_defaults(scope=ApiScope.ADMIN)
 
 ROTATION_TIMEOUT_S = 120.0
 HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 
-@routes.post(
+@admin_routes.post(
     "/v1/admin/rotate-waitpoint-secret",
     {200: api.RotateWaitpointSecretResponse},
     body=api.RotateWaitpointSecretRequest,
-    scope=ApiScope.ADMIN,
     long=True,
 )
 async def rotate_waitpoint_secret(
@@ -77,17 +77,14 @@ async def list_signing_keys(request: Request[None]) -> KeyIds:
     return await request.engine.list_waitpoint_hmac_kids()
 
 
-@routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=api.CreateTokenRequest, scope=ApiScope.ADMIN, audit=True)
+@admin_routes.post("/v1/admin/tokens", {201: ApiTokenCreated}, body=api.CreateTokenRequest, audit=True)
 async def make_api_token(request: Request[api.CreateTokenRequest]) -> Response:
     """Create an API token; its secret is returned only now."""
-    body = request.body
-    created = await request.engine.make_api_token(
-        body.name, body.scopes, namespaces=body.namespaces, expires_in_ms=body.expires_in_ms
-    )
+    created = await request.engine.make_api_token(**request.body.to_kwargs())
     return json_response(created, 201, NO_STORE)
 
 
-@routes.get("/v1/admin/tokens", {200: api.ListTokensResponse}, scope=ApiScope.ADMIN, query=PAGE_PARAMS)
+@admin_routes.get("/v1/admin/tokens", {200: api.ListTokensResponse}, query=PAGE_PARAMS)
 async def list_api_tokens(request: Request[None]) -> api.ListTokensResponse:
     """List API tokens by id, without their secrets."""
     return api.ListTokensResponse(
@@ -95,13 +92,7 @@ async def list_api_tokens(request: Request[None]) -> api.ListTokensResponse:
     )
 
 
-@routes.post(
-    "/v1/admin/tokens/{id}/rotate",
-    {200: ApiTokenCreated},
-    body=api.RotateTokenRequest,
-    scope=ApiScope.ADMIN,
-    audit=True,
-)
+@admin_routes.post("/v1/admin/tokens/{id}/rotate", {200: ApiTokenCreated}, body=api.RotateTokenRequest, audit=True)
 async def rotate_api_token(request: Request[api.RotateTokenRequest]) -> Response:
     """Replace the secret of a token; the previous one is valid during the grace period."""
     created = await request.engine.rotate_api_token(
@@ -111,7 +102,7 @@ async def rotate_api_token(request: Request[api.RotateTokenRequest]) -> Response
     return json_response(created, 200, NO_STORE)
 
 
-@routes.delete("/v1/admin/tokens/{id}", {200: api.RevokeTokenResponse}, scope=ApiScope.ADMIN, audit=True)
+@admin_routes.delete("/v1/admin/tokens/{id}", {200: api.RevokeTokenResponse}, audit=True)
 async def revoke_api_token(request: Request[bytes]) -> api.RevokeTokenResponse:
     """Revoke a token."""
     revoked = await request.engine.revoke_api_token(path_uuid("token_id", request.path_params[0]))

@@ -89,11 +89,7 @@ async def change_budget_limits(request: Request[api.ChangeBudgetLimitsRequest]) 
     """Change the limits of a budget; executions that wait continue if there is capacity."""
     body = request.body
     answer = await request.engine.change_budget_limits(
-        request.budget_id,
-        dimensions=body.dimensions,
-        hard_limits=body.hard_limits,
-        soft_limits=body.soft_limits,
-        namespace=request.resolve_namespace(body.namespace),
+        request.budget_id, namespace=request.resolve_namespace(body.namespace), **body.to_kwargs("namespace")
     )
     return variant_response(answer, name="Changed")
 

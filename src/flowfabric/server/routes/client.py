@@ -8,6 +8,7 @@ from typing import Any
 from flowfabric import __version__, errors
 from flowfabric.api.admin import StoreInfo
 from flowfabric.api.budgets import (
+    ExecutionBudgetRequest,
     RecordSpendRequest,
     RefundReservationRequest,
     ReserveBudgetRequest,
@@ -26,6 +27,7 @@ from flowfabric.server.routes.queries import MAX_RESULT_BYTES, outcome_response
 from flowfabric.server.routing import NAMESPACE_PARAM, RouteGroup, Subject, one_of
 
 routes = RouteGroup("applications")
+budget_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.CHECKED_BY_HANDLER)
 worker_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
@@ -47,10 +49,11 @@ async def store_info(request: Request[None]) -> StoreInfo:
     )
 
 
-def _budget_scope(request: Request[Any]) -> dict[str, Any]:
-    """Return where the engine searches for the budget; a bound token sees only the execution's namespace."""
-    body = request.body
-    return {
+def _budget_kwargs(request: Request[Any], *excluded: str) -> dict[str, Any]:
+    """Return the fields of the body for the engine's operation; a bound token sees only the execution's namespace."""
+    body: ExecutionBudgetRequest = request.body
+    return body.to_kwargs("namespace", "shared", *excluded) | {
+        "execution_id": request.execution_id,
         "namespace": body.namespace if request.may_use_shared_budgets else request.execution_namespace,
         "shared": request.may_use_shared_budgets and body.shared,
     }
@@ -59,16 +62,7 @@ def _budget_scope(request: Request[Any]) -> dict[str, Any]:
 @worker_routes.post(f"{EXECUTION_PATH}/spend", {200: USAGE_RESPONSE}, body=RecordSpendRequest)
 async def spend_for(request: Request[RecordSpendRequest]) -> limit_answers.UsageResult:
     """Report usage for the ledger of an execution, once for each key; a hard breach applies nothing."""
-    body = request.body
-    return await request.engine.record_spend(
-        body.budget_id,
-        request.execution_id,
-        body.dimensions,
-        idempotency_key=body.idempotency_key,
-        reservation_id=body.reservation_id,
-        acknowledged=body.acknowledged,
-        **_budget_scope(request),
-    )
+    return await request.engine.record_spend(deltas=request.body.dimensions, **_budget_kwargs(request, "dimensions"))
 
 
 @worker_routes.post(
@@ -80,35 +74,16 @@ async def reserve_for(
     request: Request[ReserveBudgetRequest],
 ) -> limit_answers.Reserved | limit_answers.HardBreach | limit_answers.AlreadyApplied:
     """Reserve capacity of a budget for an execution, under the caller's reservation id."""
-    body = request.body
-    return await request.engine.reserve_budget(
-        body.budget_id,
-        request.execution_id,
-        body.amounts,
-        ttl_ms=body.ttl_ms,
-        reservation_id=body.reservation_id,
-        drawn=body.drawn,
-        epoch=body.epoch,
-        **_budget_scope(request),
-    )
+    return await request.engine.reserve_budget(**_budget_kwargs(request))
 
 
 @worker_routes.post(f"{EXECUTION_PATH}/settle", {200: USAGE_RESPONSE}, body=SettleReservationRequest)
 async def settle_for(request: Request[SettleReservationRequest]) -> limit_answers.UsageResult:
     """End a reservation with the amounts that were used; the rest is released."""
-    body = request.body
-    return await request.engine.settle_budget(
-        body.budget_id, request.execution_id, body.reservation_id, body.amounts, **_budget_scope(request)
-    )
+    return await request.engine.settle_budget(**_budget_kwargs(request))
 
 
-@routes.post(
-    "/v1/budgets/{id}/refund",
-    {200: one_of(limit_answers.Refunded)},
-    body=RefundReservationRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
-)
+@budget_routes.post("/v1/budgets/{id}/refund", {200: one_of(limit_answers.Refunded)}, body=RefundReservationRequest)
 async def refund_reservation(request: Request[RefundReservationRequest]) -> limit_answers.Refunded:
     """Release what is left of a reservation; one that has ended releases nothing."""
     budget_id, body, namespace = request.budget_id, request.body, request.resolve_namespace(request.body.namespace)
@@ -118,22 +93,13 @@ async def refund_reservation(request: Request[RefundReservationRequest]) -> limi
             await request.require_execution_access(owner)
     return await request.engine.refund_budget(
         budget_id,
-        body.reservation_id,
-        execution_id=body.execution_id,
         namespace=namespace,
         shared=request.may_use_shared_budgets and body.shared,
-        epoch=body.epoch,
-        acknowledged=body.acknowledged,
+        **body.to_kwargs("namespace", "shared"),
     )
 
 
-@routes.post(
-    "/v1/budgets/{id}/wake",
-    {200: WakeBudgetResponse},
-    scope=ApiScope.WORK,
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(NAMESPACE_PARAM,),
-)
+@budget_routes.post("/v1/budgets/{id}/wake", {200: WakeBudgetResponse}, query=(NAMESPACE_PARAM,))
 async def wake_budget(request: Request[bytes]) -> WakeBudgetResponse:
     """Let executions that wait for capacity of a budget check again."""
     return WakeBudgetResponse(

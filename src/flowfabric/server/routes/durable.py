@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import asdict
+
 from flowfabric.api import durable as api
 from flowfabric.api.encoding import BULK_LIMIT, WORK_LIMIT, HolderRequest, decode_octets
 from flowfabric.engine.durable.held_runs import OldWays
@@ -17,6 +21,7 @@ from flowfabric.server.routes.leases import observed_signal_item
 from flowfabric.server.routing import CURSOR_PARAM, Response, RouteGroup, Subject, one_of
 
 routes = RouteGroup("durable functions")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 holder_routes = routes.with_defaults(scope=ApiScope.WORK, subject=Subject.HANDLE)
 
 EXECUTION_PATH = "/v1/executions/{id}"
@@ -26,20 +31,13 @@ EXECUTION_PATH = "/v1/executions/{id}"
 async def record_step(request: Request[api.RecordStepRequest]) -> StepMemo:
     """Record the result of a step, or another state of it; a result or failure recorded before is returned instead."""
     body = request.body
+    result = decode_octets("result", body.result, body.result_b64) or b""
     return await request.engine.record_step(
-        request.handle,
-        body.name,
-        body.occurrence,
-        decode_octets("result", body.result, body.result_b64) or b"",
-        encoding=body.encoding,
-        digest=body.digest,
-        state=body.state,
-        number=body.number,
-        started_at=body.started_at,
+        request.handle, result=result, **body.to_kwargs("handle", "result", "result_b64")
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/steps", {200: api.ReadStepsResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/steps", {200: api.ReadStepsResponse})
 async def read_steps(request: Request[None]) -> api.ReadStepsResponse:
     """Return the recorded steps of an execution in the order in which they began; results are base64."""
     return api.ReadStepsResponse(await request.engine.read_steps(request.execution_id))
@@ -61,10 +59,7 @@ async def leave_gates(request: Request[api.LeaveGatesRequest]) -> api.LeaveGates
     A memo is recorded in the same change, for a race: the winner.
     """
     body = request.body
-    operations = [
-        LeftOperation(name=item.name, occurrence=item.occurrence, is_gate=item.is_gate, number=item.number)
-        for item in body.operations
-    ]
+    operations = [LeftOperation(**asdict(item)) for item in body.operations]
     memo = None if body.memo is None else _memo_args(body.memo)
     return api.LeaveGatesResponse(await request.engine.leave_gates(request.handle, operations, memo=memo))
 
@@ -116,25 +111,7 @@ async def continue_as_new(request: Request[api.ContinueAsNewRequest]) -> Continu
 @holder_routes.post("/v1/leases/gates", {200: one_of(api.OpenGateResponse, GateMemo)}, body=api.OpenGateRequest)
 async def open_gate(request: Request[api.OpenGateRequest]) -> api.OpenGateResponse | GateMemo:
     """Open a gate by name; return the open one with the same links, or the memo of a closed one."""
-    body = request.body
-    answer = await request.engine.open_gate(
-        request.handle,
-        GateArgs(
-            name=body.name,
-            kind=body.kind,
-            expires_in_ms=body.expires_in_ms,
-            expires_at=body.expires_at,
-            condition=body.condition,
-            waitpoints=body.waitpoints,
-            mailbox=body.mailbox,
-            mailboxes=body.mailboxes,
-            children=body.children,
-            need=body.need,
-            any_outcome=body.any_outcome,
-            number=body.number,
-            task=body.task,
-        ),
-    )
+    answer = await request.engine.open_gate(request.handle, GateArgs(**request.body.to_kwargs("handle")))
     if isinstance(answer, GateMemo):
         return answer
     links = [api.GateLink(link.waitpoint_id, link.waitpoint_key, link.token.reveal()) for link in answer.links]
@@ -148,11 +125,14 @@ async def park(request: Request[api.ParkRequest]) -> Response:
     """Release the lease until one of these gates closes; keep it if one is closed already."""
     answer = await request.engine.park(request.handle, tuple(request.body.gates), reason_code=request.body.reason_code)
     if isinstance(answer, ParkResult):
-        request.trace_attempt_end("suspended")
-        return variant_response(
-            api.ParkedResponse(answer.suspension_id, await request.app.handle_signer.sign(answer.handle)), name="Parked"
-        )
+        return await _parked(request, answer)
     return variant_response(api.GatesReadyResponse(list(answer.gates)))
+
+
+async def _parked(request: Request[Any], parked: ParkResult) -> Response:
+    request.trace_attempt_end("suspended")
+    handle = await request.app.handle_signer.sign(parked.handle)
+    return variant_response(api.ParkedResponse(parked.suspension_id, handle), name="Parked")
 
 
 @holder_routes.post(
@@ -168,10 +148,7 @@ async def open_gates_and_park(request: Request[api.OpenAndParkRequest]) -> Respo
         request.handle, tuple(map(_gate_args, body.gates)), names=body.names, reason_code=body.reason_code
     )
     if isinstance(answer, ParkResult):
-        request.trace_attempt_end("suspended")
-        return variant_response(
-            api.ParkedResponse(answer.suspension_id, await request.app.handle_signer.sign(answer.handle)), name="Parked"
-        )
+        return await _parked(request, answer)
     return variant_response(api.GatesClosedResponse(answer.memos))
 
 
@@ -188,12 +165,8 @@ async def open_gates(request: Request[api.OpenGatesRequest]) -> api.GatesClosedR
 async def reply(request: Request[api.ReplyRequest]) -> Reply:
     """Reply to a message; the first reply stays and is returned."""
     body = request.body
-    args = ReplyArgs(
-        message_id=body.message_id,
-        payload=decode_octets("payload", body.payload, body.payload_b64),
-        payload_encoding=body.payload_encoding,
-        reason=body.reason,
-    )
+    payload = decode_octets("payload", body.payload, body.payload_b64)
+    args = ReplyArgs(payload=payload, **body.to_kwargs("handle", "memo", "payload", "payload_b64"))
     return await request.engine.reply(request.handle, args, _memo_args(body.memo))
 
 
@@ -208,37 +181,23 @@ async def close_inbox(request: Request[api.CloseInboxRequest]) -> api.CloseInbox
 async def set_fact(request: Request[api.SetFactRequest]) -> Fact:
     """Set a fact of the held execution; a set that was counted before changes nothing."""
     body = request.body
-    args = FactArgs(
-        name=body.name,
-        value=decode_octets("value", body.value, body.value_b64) or b"",
-        encoding=body.encoding,
-        place=body.place,
-        count=body.count,
-        number=body.number,
-    )
+    value = decode_octets("value", body.value, body.value_b64) or b""
+    args = FactArgs(value=value, **body.to_kwargs("handle", "value", "value_b64"))
     return await request.engine.set_fact(request.handle, args)
 
 
 @holder_routes.post("/v1/leases/patch", {200: StepMemo}, body=api.RecordPatchRequest)
 async def record_patch(request: Request[api.RecordPatchRequest]) -> StepMemo:
     """Record the run's answer to a patch; the first answer stays."""
-    body = request.body
-    return await request.engine.record_patch(request.handle, body.patch, is_new=body.is_new, number=body.number)
+    return await request.engine.record_patch(request.handle, **request.body.to_kwargs("handle"))
 
 
-@routes.post(
-    f"{EXECUTION_PATH}/release",
-    {200: api.ReleaseHeldResponse},
-    body=api.ReleaseHeldRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.EXECUTION,
+@execution_routes.post(
+    f"{EXECUTION_PATH}/release", {200: api.ReleaseHeldResponse}, body=api.ReleaseHeldRequest, scope=ApiScope.WORK
 )
 async def release_held(request: Request[api.ReleaseHeldRequest]) -> api.ReleaseHeldResponse:
     """Resume a run that waits for other code, unless this version has held it before."""
-    body = request.body
-    released = await request.engine.release_held(
-        request.execution_id, accept=body.accept, version=body.version, sender=body.sender
-    )
+    released = await request.engine.release_held(request.execution_id, **request.body.to_kwargs())
     return api.ReleaseHeldResponse(released)
 
 
@@ -251,10 +210,8 @@ async def release_held(request: Request[api.ReleaseHeldRequest]) -> api.ReleaseH
 )
 async def list_held(request: Request[api.ListHeldRequest]) -> api.ListHeldResponse:
     """List the runs of these tasks that wait for other code."""
-    body = request.body
-    request.require_namespace(body.namespace)
-    found = await request.engine.list_held(body.tasks, namespace=body.namespace, limit=body.limit)
-    return api.ListHeldResponse(found)
+    request.require_namespace(request.body.namespace)
+    return api.ListHeldResponse(await request.engine.list_held(**request.body.to_kwargs()))
 
 
 @routes.get("/v1/held", {200: api.CountHeldResponse}, subject=Subject.CHECKED_BY_HANDLER)
@@ -273,17 +230,11 @@ async def count_old_ways(request: Request[None]) -> OldWays:
 @holder_routes.post("/v1/leases/pin", {200: StepMemo}, body=api.PinVersionRequest)
 async def pin_version(request: Request[api.PinVersionRequest]) -> StepMemo:
     """Require a version of the code from now on; the first one stays."""
-    body = request.body
-    return await request.engine.pin_version(request.handle, body.version, number=body.number)
+    return await request.engine.pin_version(request.handle, **request.body.to_kwargs("handle"))
 
 
-@routes.post(
-    f"{EXECUTION_PATH}/unpin",
-    {200: api.UnpinResponse},
-    body=api.UnpinRequest,
-    scope=ApiScope.OPERATE,
-    subject=Subject.EXECUTION,
-    audit=True,
+@execution_routes.post(
+    f"{EXECUTION_PATH}/unpin", {200: api.UnpinResponse}, body=api.UnpinRequest, scope=ApiScope.OPERATE, audit=True
 )
 async def unpin(request: Request[api.UnpinRequest]) -> api.UnpinResponse:
     """Let workers of any version continue a pinned run, or those of another version."""
@@ -291,22 +242,17 @@ async def unpin(request: Request[api.UnpinRequest]) -> api.UnpinResponse:
 
 
 def _gate_args(gate: api.NewGate) -> GateArgs:
-    return GateArgs(**{name: getattr(gate, name) for name in gate.__struct_fields__})
+    return GateArgs(**asdict(gate))
 
 
-@routes.get(f"{EXECUTION_PATH}/waits", {200: api.ReadWaitsResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/waits", {200: api.ReadWaitsResponse})
 async def read_waits(request: Request[None]) -> api.ReadWaitsResponse:
     """Return the open gates of a durable function and the memos of closed ones."""
     waits = await request.engine.read_waits(request.execution_id)
     return api.ReadWaitsResponse(waits.open, waits.memos)
 
 
-@routes.get(
-    f"{EXECUTION_PATH}/gates/{{gate}}/votes",
-    {200: api.ReadVotesResponse},
-    scope=ApiScope.WORK,
-    subject=Subject.EXECUTION,
-)
+@execution_routes.get(f"{EXECUTION_PATH}/gates/{{gate}}/votes", {200: api.ReadVotesResponse}, scope=ApiScope.WORK)
 async def read_votes(request: Request[None]) -> api.ReadVotesResponse:
     """Return the signals that closed a gate, in the order of acceptance."""
     name = request.path_params[1]

@@ -48,6 +48,7 @@ from flowfabric.server.routing import (
 )
 
 routes = RouteGroup("executions")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 submitter_routes = routes.with_defaults(scope=ApiScope.SUBMIT, subject=Subject.CHECKED_BY_HANDLER)
 operator_routes = routes.with_defaults(scope=ApiScope.OPERATE, subject=Subject.EXECUTION, audit=True)
 MAX_WARNING_CHARS = 1000
@@ -133,14 +134,7 @@ async def start_by_key(request: Request[api.StartByKeyRequest]) -> Response:
     full_key = f"{task}|{key}"
     given = msgspec.structs.replace(body.execution, idempotency_key=full_key)
     ask = await to_create_execution(request, given)
-    policy = KeyPolicy(
-        mode=body.mode,
-        until=body.until,
-        ttl_ms=body.ttl_ms,
-        wait_ms=body.wait_ms,
-        latest_ms=body.latest_ms,
-        most=body.most,
-    )
+    policy = KeyPolicy(**body.to_kwargs("execution", "message"))
 
     async def start(fresh: ids.ExecutionId) -> answers.Submitted:
         message = None
@@ -196,29 +190,18 @@ async def list_executions(request: Request[None]) -> ExecutionPage:
     return await request.engine.list_executions(partition, cursor=cursor, limit=request.int_param("limit", 50))
 
 
-@routes.get(EXECUTION_PATH, {200: api.ExecutionInfoResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(EXECUTION_PATH, {200: api.ExecutionInfoResponse})
 async def get_execution(request: Request[None]) -> api.ExecutionInfoResponse:
     """Return an execution and its state."""
     execution_id = request.execution_id
     info = require_found(await request.engine.read_execution_info(execution_id), f"execution not found: {execution_id}")
-    return api.ExecutionInfoResponse(
-        execution_id=info.execution_id,
-        namespace=info.namespace,
-        lane_id=info.lane_id,
-        priority=info.priority,
-        execution_kind=info.execution_kind,
-        state_vector=info.state_vector,
-        public_state=info.public_state,
-        created_at=str(info.created_at),
-        current_attempt_index=info.current_attempt_index,
-        flow_id=info.flow_id,
-        blocking_detail=info.blocking_detail,
-        started_at=UNSET if info.started_at is None else str(info.started_at),
-        completed_at=UNSET if info.completed_at is None else str(info.completed_at),
-    )
+    fields = msgspec.structs.asdict(info)
+    for name in ("created_at", "started_at", "completed_at"):
+        fields[name] = UNSET if fields[name] is None else str(fields[name])
+    return api.ExecutionInfoResponse(**fields)
 
 
-@routes.get(f"{EXECUTION_PATH}/state", {200: PublicState}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/state", {200: PublicState})
 async def get_state(request: Request[None]) -> PublicState:
     """Return the public state of an execution."""
     execution_id = request.execution_id
@@ -227,13 +210,7 @@ async def get_state(request: Request[None]) -> PublicState:
     )
 
 
-@routes.get(
-    f"{EXECUTION_PATH}/result",
-    {200: OCTET_STREAM},
-    subject=Subject.EXECUTION,
-    query=(WAIT_MS_PARAM,),
-    long=True,
-)
+@execution_routes.get(f"{EXECUTION_PATH}/result", {200: OCTET_STREAM}, query=(WAIT_MS_PARAM,), long=True)
 async def get_result(request: Request[None]) -> Response:
     """Return the raw bytes of the result; with `wait_ms`, wait for the end of the execution."""
     execution_id = request.execution_id
@@ -274,12 +251,8 @@ async def revoke_lease(request: Request[bytes]) -> api.RevokeLeaseResponse | ans
     return api.RevokeLeaseResponse(answer.lease_id, str(answer.lease_epoch))
 
 
-@routes.put(
-    f"{EXECUTION_PATH}/tags",
-    {200: api.SetTagsResponse},
-    body=api.SetTagsRequest,
-    scope=ApiScope.SUBMIT,
-    subject=Subject.EXECUTION,
+@execution_routes.put(
+    f"{EXECUTION_PATH}/tags", {200: api.SetTagsResponse}, body=api.SetTagsRequest, scope=ApiScope.SUBMIT
 )
 async def set_execution_tags(request: Request[api.SetTagsRequest]) -> api.SetTagsResponse:
     """Set tags, all or none."""
@@ -291,8 +264,5 @@ async def set_execution_tags(request: Request[api.SetTagsRequest]) -> api.SetTag
 )
 async def resume_execution(request: Request[api.ResumeExecutionRequest]) -> api.ResumeExecutionResponse:
     """Resume a suspended execution, whatever it waits for."""
-    body = request.body
-    answer = await request.engine.resume_execution(
-        request.execution_id, trigger_type=body.trigger_type, resume_delay_ms=body.resume_delay_ms
-    )
+    answer = await request.engine.resume_execution(request.execution_id, **request.body.to_kwargs())
     return api.ResumeExecutionResponse(answer.public_state)

@@ -19,6 +19,7 @@ from flowfabric.server.routes.executions import to_create_execution
 from flowfabric.server.routing import PAGE_PARAMS, PARTITION_PARAM, QueryParam, RouteGroup, Subject, one_of
 
 routes = RouteGroup("flows")
+flow_routes = routes.with_defaults(subject=Subject.FLOW)
 submitter_routes = routes.with_defaults(scope=ApiScope.SUBMIT, subject=Subject.FLOW)
 
 FLOW_PATH = "/v1/flows/{id}"
@@ -118,12 +119,11 @@ async def apply_dependency_to_child(
     return await request.engine.apply_dependency_to_child(**edge)
 
 
-@routes.post(
+@flow_routes.post(
     f"{FLOW_PATH}/cancel",
     {200: one_of(flow_answers.FlowCancelled, flow_answers.CancellationScheduled, flow_answers.PartiallyCancelled)},
     body=api.CancelFlowRequest,
     scope=ApiScope.OPERATE,
-    subject=Subject.FLOW,
     query=(
         QueryParam("wait", {"type": "string", "enum": ["true", "1", "false", "0"]}),
         QueryParam("timeout_ms", {"type": "integer", "minimum": 0}),
@@ -165,13 +165,13 @@ async def list_flows(request: Request[None]) -> FlowPage:
     )
 
 
-@routes.get(FLOW_PATH, {200: FlowSnapshot}, subject=Subject.FLOW)
+@flow_routes.get(FLOW_PATH, {200: FlowSnapshot})
 async def describe_flow(request: Request[None]) -> FlowSnapshot:
     """Return a flow with its joins and its graph revision."""
     return require_found(await request.engine.describe_flow(request.flow_id), FLOW_NOT_FOUND)
 
 
-@routes.get(f"{FLOW_PATH}/summary", {200: FlowSummary}, subject=Subject.FLOW)
+@flow_routes.get(f"{FLOW_PATH}/summary", {200: FlowSummary})
 async def get_flow_summary(request: Request[None]) -> FlowSummary:
     """Return the number of members by public state, as last projected."""
     flow_id = request.flow_id
@@ -181,7 +181,7 @@ async def get_flow_summary(request: Request[None]) -> FlowSummary:
     return require_found(summary, "not found: flow_summary")
 
 
-@routes.get(f"{FLOW_PATH}/members", {200: api.ListMembersResponse}, subject=Subject.FLOW)
+@flow_routes.get(f"{FLOW_PATH}/members", {200: api.ListMembersResponse})
 async def list_flow_members(request: Request[None]) -> api.ListMembersResponse:
     """List every member that was ever added."""
     flow_id = request.flow_id
@@ -189,16 +189,15 @@ async def list_flow_members(request: Request[None]) -> api.ListMembersResponse:
     return api.ListMembersResponse(await request.engine.list_flow_members(flow_id))
 
 
-@routes.get(f"{FLOW_PATH}/graph", {200: FlowGraph}, subject=Subject.FLOW)
+@flow_routes.get(f"{FLOW_PATH}/graph", {200: FlowGraph})
 async def read_flow_graph(request: Request[None]) -> FlowGraph:
     """Return the whole graph: nodes as [id, kind, state], edges as [from, to, kind] by the nodes' places, and joins."""
     return await request.engine.read_flow_graph(request.flow_id)
 
 
-@routes.get(
+@flow_routes.get(
     f"{FLOW_PATH}/edges",
     {200: api.ListEdgesResponse},
-    subject=Subject.FLOW,
     query=(QueryParam("outgoing", STRING_SCHEMA), QueryParam("incoming", STRING_SCHEMA)),
 )
 async def list_edges(request: Request[None]) -> api.ListEdgesResponse:

@@ -12,7 +12,7 @@ from flowfabric.server.errors import bad_request
 from flowfabric.server.request import Request
 from flowfabric.server.routing import Response, RouteGroup, Subject
 
-routes = RouteGroup("claims")
+routes = RouteGroup("claims", scope=ApiScope.WORK)
 
 MAX_GRANT_TTL_MS = 60_000
 
@@ -48,7 +48,6 @@ def check_grant_ttl(ttl_ms: int) -> None:
     "/v1/workers/{worker_id}/claim",
     {200: ClaimGrantResponse, 204: None},
     body=ClaimGrantRequest,
-    scope=ApiScope.WORK,
     subject=Subject.CHECKED_BY_HANDLER,
 )
 async def claim_for_worker(request: Request[ClaimGrantRequest]) -> ClaimGrantResponse | Response:
@@ -65,11 +64,7 @@ async def claim_for_worker(request: Request[ClaimGrantRequest]) -> ClaimGrantRes
 
 
 @routes.post(
-    "/v1/executions/{id}/reclaim",
-    {200: ReclaimGrantResponse},
-    body=ReclaimGrantRequest,
-    scope=ApiScope.WORK,
-    subject=Subject.EXECUTION,
+    "/v1/executions/{id}/reclaim", {200: ReclaimGrantResponse}, body=ReclaimGrantRequest, subject=Subject.EXECUTION
 )
 async def issue_reclaim_grant(request: Request[ReclaimGrantRequest]) -> ReclaimGrantResponse:
     """Issue a grant for an execution whose lease was lost; a refusal is a status in the response."""

@@ -24,6 +24,7 @@ from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.failure import encode_stored
 from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.view import view_of
 from flowfabric.server.errors import bad_request, error_entry
 from flowfabric.server.request import Request, as_variant, json_response, variant_response
 from flowfabric.server.routing import H, Response, RouteGroup, Subject, one_of
@@ -79,9 +80,7 @@ def lease_route(
 @lease_route("progress", one_of(answers.ProgressNoted), api.ReportProgressRequest)
 async def progress(request: Request[api.ReportProgressRequest]) -> answers.ProgressNoted:
     """Report progress."""
-    return await request.engine.progress(
-        request.handle, pct=request.body.pct, message=request.body.message, counts=request.body.counts
-    )
+    return await request.engine.progress(request.handle, **request.body.to_kwargs("handle"))
 
 
 @lease_route("complete", one_of(answers.Completed), api.CompleteRequest, BULK_LIMIT)
@@ -98,13 +97,8 @@ async def complete(request: Request[api.CompleteRequest]) -> answers.Completed:
 async def fail(request: Request[api.FailRequest]) -> answers.RetryScheduled | answers.TerminalFailed:
     """Fail the attempt; the retry policy decides whether another one follows."""
     body = request.body
-    answer = await request.engine.fail(
-        request.handle,
-        reason=body.reason,
-        category=body.category,
-        failure=None if body.error is None else encode_stored(body.error),
-        retry_policy=body.retry_policy,
-    )
+    failure = None if body.error is None else encode_stored(body.error)
+    answer = await request.engine.fail(request.handle, failure=failure, **body.to_kwargs("handle", "error"))
     request.trace_attempt_end("retry" if isinstance(answer, answers.RetryScheduled) else "error")
     return answer
 
@@ -126,8 +120,7 @@ async def set_tags(request: Request[api.HolderSetTagsRequest]) -> SetTagsRespons
 @lease_route("cancel-children", one_of(answers.ChildrenCancelled), api.CancelChildrenRequest)
 async def cancel_children(request: Request[api.CancelChildrenRequest]) -> answers.ChildrenCancelled:
     """Cancel children of the held execution; executions that are no children are reported as not found."""
-    body = request.body
-    return await request.engine.cancel_children(request.handle, body.execution_ids, reason=body.reason)
+    return await request.engine.cancel_children(request.handle, **request.body.to_kwargs("handle"))
 
 
 @lease_route("delay", one_of(answers.Delayed), api.DelayRequest)
@@ -166,13 +159,7 @@ async def suspend(request: Request[api.SuspendRequest]) -> Response:
             resume_condition=body.resume_condition,
             reason_code=_snake(body.reason_code),
             now=now,
-            resume_policy=ResumePolicy(
-                _snake(policy.resume_target),
-                policy.consume_matched_signals,
-                policy.retain_signal_buffer_until_closed,
-                policy.resume_delay_ms,
-                policy.close_waitpoint_on_resume,
-            ),
+            resume_policy=ResumePolicy(_snake(policy.resume_target), **policy.to_kwargs("resume_target")),
             requested_by=_snake(body.requested_by),  # type: ignore[arg-type]
             timeout_at=body.timeout_at,
             timeout_behavior=_snake(body.timeout_behavior),  # type: ignore[arg-type]
@@ -236,16 +223,7 @@ async def observe_signals(request: Request[api.HandleOnlyRequest]) -> ObservedSi
 
 def observed_signal_item(signal: Any) -> ObservedSignalItem:
     """Return the schema of a signal."""
-    return ObservedSignalItem(
-        signal.signal_id,
-        signal.signal_name,
-        signal.signal_category,
-        signal.source_type,
-        signal.source_identity,
-        signal.correlation_id,
-        signal.accepted_at,
-        signal.payload,
-    )
+    return view_of(ObservedSignalItem, signal, payload_b64=signal.payload)
 
 
 @lease_route("frames", api.BatchResponse, AppendFramesRequest)
@@ -258,15 +236,12 @@ async def append_frames(request: Request[AppendFramesRequest]) -> Response:
 
 
 async def _appended(request: Request[AppendFramesRequest], handle: Handle, frame: FrameSpec) -> Any:
-    spec = frame.best_effort
     try:
         answer = await request.engine.append_frame(
             handle,
             decode_octets("payload", frame.payload, frame.payload_b64) or b"",
-            frame_type=frame.frame_type,
-            mode=frame.mode,
-            correlation_id=frame.correlation_id,
-            best_effort=BestEffort(spec.ttl_ms, spec.maxlen_floor, spec.maxlen_ceiling, spec.ema_alpha),
+            best_effort=BestEffort(**frame.best_effort.to_kwargs()),
+            **frame.to_kwargs("payload", "payload_b64", "best_effort"),
         )
     except errors.FabricError as refused:
         return error_entry(refused)

@@ -47,13 +47,9 @@ async def start_operation(request: Request[StartOperationRequest]) -> BulkStatus
     """Start a bulk operation; the sweeps of servers and workers execute it."""
     body = request.body
     return await request.engine.start_operation(
-        body.verb,
-        _criteria(request, body.criteria),
-        reason=body.reason,
-        ceiling=body.ceiling,
-        priority=body.priority,
+        criteria=_criteria(request, body.criteria),
         requested_by=_requester(request),
-        operation_id=body.operation_id,
+        **body.to_kwargs("criteria", "requested_by"),
     )
 
 

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from flowfabric import ids
 from flowfabric.api import executions as api
-from flowfabric.api.encoding import MAX_WAIT_MS, variant_name
+from flowfabric.api.encoding import variant_name
 from flowfabric.engine.engine import Capabilities
 from flowfabric.engine.operations.pages import (
     ExecutionOutcome,
@@ -19,6 +19,7 @@ from flowfabric.engine.types import ExecutionSnapshot
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.scheduling.lane import LaneSpread
 from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.view import view_of
 from flowfabric.server.request import Request, require_found
 from flowfabric.server.routing import (
     PAGE_PARAMS,
@@ -31,6 +32,7 @@ from flowfabric.server.routing import (
 )
 
 routes = RouteGroup("lookups")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
 STRING_SCHEMA = {"type": "string"}
@@ -38,26 +40,26 @@ MAX_RESULT_BYTES = 8 * 1024 * 1024  # limit of one response; a larger single res
 RESULTS_BATCH = 20
 
 
-@routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/snapshot", {200: ExecutionSnapshot})
 async def describe_execution(request: Request[None]) -> ExecutionSnapshot:
     """Return an execution with its lease, its waitpoint and its tags."""
     execution_id = request.execution_id
     return require_found(await request.engine.describe_execution(execution_id), f"execution not found: {execution_id}")
 
 
-@routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/attempts", {200: list[AttemptView]})
 async def attempt_history(request: Request[None]) -> list[AttemptView]:
     """Return every attempt by index, the running one included."""
     return await request.engine.attempt_history(request.execution_id)
 
 
-@routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/leases", {200: list[HistoryEntry]})
 async def lease_history(request: Request[None]) -> list[HistoryEntry]:
     """Return the lease events of an execution, oldest first."""
     return await request.engine.lease_history(request.execution_id)
 
 
-@routes.get(f"{EXECUTION_PATH}/input", {200: api.ExecutionInputResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/input", {200: api.ExecutionInputResponse})
 async def read_input(request: Request[None]) -> api.ExecutionInputResponse:
     """Return the input of an execution, its kind and its policy."""
     found = await request.engine.read_input(request.execution_id)
@@ -66,13 +68,13 @@ async def read_input(request: Request[None]) -> api.ExecutionInputResponse:
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/progress", {200: api.ReadProgressResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/progress", {200: api.ReadProgressResponse})
 async def read_progress(request: Request[None]) -> api.ReadProgressResponse:
     """Return the last reported progress."""
     return api.ReadProgressResponse(*await request.engine.read_progress(request.execution_id))
 
 
-@routes.get(f"{EXECUTION_PATH}/explain", {200: api.ExplanationResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/explain", {200: api.ExplanationResponse})
 async def explain(request: Request[None]) -> api.ExplanationResponse:
     """Explain why an execution is not running."""
     explanation = await request.engine.explain(request.execution_id)
@@ -87,10 +89,9 @@ async def explain(request: Request[None]) -> api.ExplanationResponse:
     )
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/end",
     {200: api.ExecutionOutcomeResponse, 204: None},
-    subject=Subject.EXECUTION,
     query=(
         WAIT_MS_PARAM,
         QueryParam("result", {"type": "string", "enum": ["true", "1", "false", "0"]}),
@@ -99,14 +100,8 @@ async def explain(request: Request[None]) -> api.ExplanationResponse:
 )
 async def await_end(request: Request[None]) -> api.ExecutionOutcomeResponse | Response:
     """Wait up to `wait_ms` for the outcome; include the result with `result=true`; 204 if it has not ended."""
-    wait_ms = min(request.int_param("wait_ms", 0), MAX_WAIT_MS)
     execution_id = request.execution_id
-    ended = (
-        await request.wait_while_connected(request.engine.await_end(execution_id, max_wait_ms=wait_ms))
-        if wait_ms
-        else None
-    )
-    ended = ended or await request.engine.await_end(execution_id)
+    ended = await request.long_poll(lambda ms: request.engine.await_end(execution_id, max_wait_ms=ms))
     if ended is None:
         return Response(204)
     return outcome_response(ended, with_result=request.query_param("result") in ("true", "1"))
@@ -114,15 +109,13 @@ async def await_end(request: Request[None]) -> api.ExecutionOutcomeResponse | Re
 
 def outcome_response(ended: ExecutionOutcome, *, with_result: bool) -> api.ExecutionOutcomeResponse:
     """Return the response for an outcome."""
-    return api.ExecutionOutcomeResponse(
-        ended.execution_id,
-        ended.outcome.value,
-        ended.result is not None,
-        ended.encoding,
-        ended.reason,
-        ended.result if with_result else UNSET,
-        ended.namespace,
-        ended.failure,
+    return view_of(
+        api.ExecutionOutcomeResponse,
+        ended,
+        outcome=ended.outcome.value,
+        has_result=ended.result is not None,
+        result_b64=ended.result if with_result else UNSET,
+        error=ended.failure,
     )
 
 

@@ -110,10 +110,6 @@ async def retire_schedules(request: Request[api.RetireSchedulesRequest]) -> api.
     """Pause the schedules that an application no longer declares, or remove them."""
     body = request.body
     retired = await request.engine.retire_schedules(
-        body.owner,
-        keep=body.keep,
-        note=body.note,
-        remove=body.remove,
-        namespace=request.resolve_namespace(body.namespace),
+        namespace=request.resolve_namespace(body.namespace), **body.to_kwargs("namespace")
     )
     return api.RetiredSchedulesResponse(retired)

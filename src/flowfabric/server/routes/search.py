@@ -11,6 +11,7 @@ from flowfabric.server.request import Request
 from flowfabric.server.routing import NAMESPACE_PARAM, PAGE_PARAMS, QueryParam, RouteGroup, Subject
 
 routes = RouteGroup("lookups")
+list_routes = routes.with_defaults(subject=Subject.CHECKED_BY_HANDLER)
 
 STRING_SCHEMA = {"type": "string"}
 INSTANT_SCHEMA = {"type": "integer", "minimum": 0}
@@ -53,12 +54,7 @@ def query_filter(request: Request[Any]) -> dict[str, Any]:
     }
 
 
-@routes.get(
-    "/v1/executions/search",
-    {200: ExecutionListPage},
-    subject=Subject.CHECKED_BY_HANDLER,
-    query=(*FILTER_PARAMS, *PAGE_PARAMS),
-)
+@list_routes.get("/v1/executions/search", {200: ExecutionListPage}, query=(*FILTER_PARAMS, *PAGE_PARAMS))
 async def search_executions(request: Request[None]) -> ExecutionListPage:
     """Return executions of all partitions that match every filter, newest first, within the token's namespaces."""
     return await request.engine.search_executions(
@@ -74,10 +70,9 @@ async def list_children(request: Request[None]) -> ExecutionListPage:
     )
 
 
-@routes.get(
+@list_routes.get(
     "/v1/executions/ids",
     {200: IdMatches},
-    subject=Subject.CHECKED_BY_HANDLER,
     query=(
         QueryParam(
             "prefix", {"type": "string", "description": "the beginning of an id; its partition may be left out"}

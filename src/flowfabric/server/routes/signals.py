@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec.structs import asdict
 
 from flowfabric.api import signals as api
 from flowfabric.api.durable import ListFactsResponse
@@ -28,6 +28,7 @@ from flowfabric.server.routing import (
 )
 
 routes = RouteGroup("signals")
+execution_routes = routes.with_defaults(subject=Subject.EXECUTION)
 submitter_routes = routes.with_defaults(scope=ApiScope.SUBMIT, subject=Subject.EXECUTION)
 
 EXECUTION_PATH = "/v1/executions/{id}"
@@ -36,10 +37,9 @@ NO_STORE = ("cache-control", "no-store")
 TOKEN_NOT_FOUND = "waitpoint token not found (consumed, expired, or unknown id)"
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/pending-waitpoints",
     {200: list[api.WaitpointEntry]},
-    subject=Subject.EXECUTION,
     query=(QueryParam("after", {"type": "string", "format": "uuid"}), LIMIT_PARAM),
 )
 async def list_pending_waitpoints(request: Request[None]) -> list[api.WaitpointEntry]:
@@ -51,18 +51,7 @@ async def list_pending_waitpoints(request: Request[None]) -> list[api.WaitpointE
         limit=request.int_param("limit", 1000),
     )
     return [
-        api.WaitpointEntry(
-            waitpoint_id=entry.waitpoint_id,
-            waitpoint_key=entry.waitpoint_key,
-            execution_id=entry.execution_id,
-            state=entry.state,
-            required_signal_names=entry.required_signal_names,
-            created_at=entry.created_at,
-            token_kid=entry.token_kid,
-            token_fingerprint=entry.token_fingerprint,
-            activated_at=UNSET if entry.activated_at is None else entry.activated_at,
-            expires_at=UNSET if entry.expires_at is None else entry.expires_at,
-        )
+        api.WaitpointEntry(**{name: value for name, value in asdict(entry).items() if value is not None})
         for entry in page.entries
     ]
 
@@ -85,7 +74,7 @@ async def list_approvals(request: Request[None]) -> ApprovalPage:
     )
 
 
-@routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}", {200: WaitpointRecord})
 async def describe_waitpoint(request: Request[None]) -> WaitpointRecord:
     """Return a waitpoint of an execution, open or closed, and how many signals it has; not its token."""
     record = await request.engine.describe_waitpoint(
@@ -94,11 +83,10 @@ async def describe_waitpoint(request: Request[None]) -> WaitpointRecord:
     return require_found(record, "not found: waitpoint")
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/waitpoints/{{waitpoint_id}}/token",
     {200: api.WaitpointTokenResponse},
     scope=ApiScope.OPERATE,
-    subject=Subject.EXECUTION,
     audit=True,
 )
 async def read_waitpoint_token(request: Request[None]) -> Response:
@@ -181,41 +169,26 @@ async def ask(request: Request[api.AskRequest]) -> Reply:
     return asked
 
 
-@routes.get(
-    f"{EXECUTION_PATH}/asks/{{message_id}}",
-    {200: Reply},
-    subject=Subject.EXECUTION,
-    query=(WAIT_MS_PARAM,),
-    long=True,
-)
+@execution_routes.get(f"{EXECUTION_PATH}/asks/{{message_id}}", {200: Reply}, query=(WAIT_MS_PARAM,), long=True)
 async def read_reply(request: Request[None]) -> Reply:
     """Return the reply to a message that wants one; wait up to `wait_ms` while it is open."""
     execution_id, message_id = request.execution_id, path_uuid("message_id", request.path_params[1], "")
-    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
-        reading = request.engine.read_reply(execution_id, message_id, max_wait_ms=wait_ms)
-        if (found := await request.wait_while_connected(reading)) is not None:
-            return found
-    return await request.engine.read_reply(execution_id, message_id)
+    return await request.long_poll(lambda ms: request.engine.read_reply(execution_id, message_id, max_wait_ms=ms))
 
 
-@routes.get(f"{EXECUTION_PATH}/facts", {200: ListFactsResponse}, subject=Subject.EXECUTION)
+@execution_routes.get(f"{EXECUTION_PATH}/facts", {200: ListFactsResponse})
 async def list_facts(request: Request[None]) -> ListFactsResponse:
     """Return the facts of an execution by name; values are base64."""
     return ListFactsResponse(await request.engine.list_facts(request.execution_id))
 
 
-@routes.get(
+@execution_routes.get(
     f"{EXECUTION_PATH}/facts/{{name}}",
     {200: FactReading},
-    subject=Subject.EXECUTION,
     query=(QueryParam("after", {"type": "integer", "minimum": 0}), WAIT_MS_PARAM),
     long=True,
 )
 async def read_fact(request: Request[None]) -> FactReading:
     """Return a fact whose number is greater than `after`; wait for it up to `wait_ms`, or until the run ends."""
     execution_id, name, after = request.execution_id, request.path_params[1], request.int_param("after", 0)
-    if wait_ms := min(request.int_param("wait_ms", 0), MAX_WAIT_MS):
-        reading = request.engine.read_fact(execution_id, name, after=after, max_wait_ms=wait_ms)
-        if (found := await request.wait_while_connected(reading)) is not None:
-            return found
-    return await request.engine.read_fact(execution_id, name, after=after)
+    return await request.long_poll(lambda ms: request.engine.read_fact(execution_id, name, after=after, max_wait_ms=ms))

@@ -21,6 +21,7 @@ from flowfabric.model.scheduling.worker import (
     WorkerRegistered,
 )
 from flowfabric.model.security.api_token import ApiScope
+from flowfabric.model.view import view_of
 from flowfabric.server import tracing
 from flowfabric.server.errors import bad_request
 from flowfabric.server.request import Request, variant_response
@@ -116,14 +117,10 @@ async def _claimed_work(
         request.app.tracing.record_claim(
             claimed.execution_id, claimed.attempt_index, claimed.attempt_type.value, submitted
         )
-    return api.ClaimedWork(
-        execution_id=claimed.execution_id,
+    return view_of(
+        api.ClaimedWork,
+        claimed,
         handle=await request.app.handle_signer.sign(claimed.handle),
-        lease_id=claimed.lease_id,
-        lease_epoch=claimed.lease_epoch,
-        lease_expires_at=claimed.lease_expires_at,
-        attempt_index=claimed.attempt_index,
-        attempt_id=claimed.attempt_id,
         attempt_type=claimed.attempt_type.value,
         execution_kind=kind,
         input_payload_b64=data,
@@ -131,8 +128,6 @@ async def _claimed_work(
         creator_identity=creator,
         policy=policy,
         traceparent=submitted,
-        namespace=claimed.namespace,
-        life=claimed.life,
     )
 
 
