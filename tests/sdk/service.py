@@ -53,6 +53,12 @@ def squares(ctx: Context, most: int) -> tuple[int, int]:
     return half * 2, os.getpid()
 
 
+@app.task(isolation="process")
+def scheduled_for(ctx: Context) -> str | None:
+    """Return the schedule of the run with its instant."""
+    return None if ctx.scheduled_at is None else f"{ctx.schedule} {ctx.scheduled_at:%Y-%m-%d %H:%M}"
+
+
 def total(most: int) -> int:
     return sum(n * n for n in range(most))
 

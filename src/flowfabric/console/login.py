@@ -109,7 +109,7 @@ async def make_login_link(request: Request[bytes]) -> Response:
 
 @pages.action("/logout", scope=ApiScope.READ)
 async def log_out(ui: Ui, fields: Any) -> str:
-    """End the console_session."""
+    """End the session."""
     if not ui.is_open:
         await ui.engine.revoke_api_token(ui.principal.name.rpartition("(")[2].rstrip(")"))
         ui.request.app.authenticator.clear_cache()

@@ -105,7 +105,7 @@ class Ui:
 
     @property
     def name(self) -> str:
-        """The name of the caller, without the id of the console_session."""
+        """The name of the caller, without the id of the session."""
         return "console" if self.is_open else self.principal.name.rpartition(" (")[0] or self.principal.name
 
     def may(self, scope: str) -> bool:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 import msgspec
 
@@ -49,25 +49,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_STORE = "sqlite:///flowfabric.db"
-
-
-class TaskDeclaration(TypedDict, total=False):
-    """What `@app.task(…)` takes for every kind of task."""
-
-    name: str | None
-    lane: str
-    retry: Retry | None
-    timeout: Duration | None
-    needs: Iterable[str]
-    priority: int
-    tags: Mapping[str, str] | None
-    budgets: Iterable[Budget]
-    limits: Iterable[Limit]
-    fair: ScopeSelector | None
-    weight: int
-    isolation: Literal["auto", "process"]
-    on_mismatch: Literal["hold", "warn", "error"]
-    pin: bool
 
 
 class Fabric:
@@ -143,10 +124,45 @@ class Fabric:
     @overload
     def task(self, handler: Callable[P, R]) -> PlainTask[P, R]: ...
     @overload
-    def task(self, *, key: BatchKey, **options: Unpack[TaskDeclaration]) -> BatchTaskDecorator: ...
+    def task(
+        self,
+        *,
+        name: str | None = None,
+        lane: str = "default",
+        retry: Retry | None = None,
+        timeout: Duration | None = None,
+        needs: Iterable[str] = (),
+        priority: int = 0,
+        tags: Mapping[str, str] | None = None,
+        budgets: Iterable[Budget] = (),
+        limits: Iterable[Limit] = (),
+        fair: ScopeSelector | None = None,
+        weight: int = 1,
+        isolation: Literal["auto", "process"] = "auto",
+        on_mismatch: Literal["hold", "warn", "error"] = DEFAULT_ON_MISMATCH,
+        pin: bool = False,
+        key: BatchKey,
+    ) -> BatchTaskDecorator: ...
     @overload
     def task(
-        self, *, inbox: Mapping[str, Any] | None = None, key: Key | None = None, **options: Unpack[TaskDeclaration]
+        self,
+        *,
+        name: str | None = None,
+        lane: str = "default",
+        retry: Retry | None = None,
+        timeout: Duration | None = None,
+        needs: Iterable[str] = (),
+        priority: int = 0,
+        tags: Mapping[str, str] | None = None,
+        budgets: Iterable[Budget] = (),
+        limits: Iterable[Limit] = (),
+        fair: ScopeSelector | None = None,
+        weight: int = 1,
+        isolation: Literal["auto", "process"] = "auto",
+        on_mismatch: Literal["hold", "warn", "error"] = DEFAULT_ON_MISMATCH,
+        pin: bool = False,
+        inbox: Mapping[str, Any] | None = None,
+        key: Key | None = None,
     ) -> TaskDecorator: ...
     def task(
         self,

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ async def test_a_handler_runs_in_a_process_and_its_context_works_there(shared: F
         again, same = await (await service.squares.submit(1000)).result(30)
     assert total == again == 2 * sum(n * n for n in range(1000))
     assert pid == same != os.getpid(), "a process is used again"
+
+
+async def test_a_run_of_a_schedule_knows_its_instant_in_a_process(shared: Fabric) -> None:
+    leap_days = await shared.schedules.create("leap days", service.scheduled_for.s(), cron="30 2 29 2 *")
+    await leap_days.backfill(datetime(2024, 1, 1, tzinfo=UTC), datetime(2024, 12, 31, tzinfo=UTC))
+    async with running_worker(shared):
+        [run] = (await leap_days.describe()).runs
+        assert await service.scheduled_for.run(run.execution_id).result(30) == "leap days 2024-02-29 02:30"
+        assert await (await service.scheduled_for.submit()).result(30) is None
 
 
 async def test_a_timeout_kills_the_process(local: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

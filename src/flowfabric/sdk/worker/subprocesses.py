@@ -295,6 +295,7 @@ async def _make_context(task: Task[..., Any], call: SubprocessCall) -> Context:
         handle,
         task,
         budgets=call.budgets,
+        scheduled=call.scheduled,
         lease_until=lambda: call.lease_expires_at,
         life=call.life,
     )
