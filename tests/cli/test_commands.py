@@ -17,6 +17,7 @@ from flowfabric.cli.stores import redact_url, resolve_store_url
 from flowfabric.errors import InvalidInput
 from flowfabric.model.states import PublicState
 from tests.cli.terminal import Terminal
+from tests.executions import claim_one
 
 
 def test_migrate_reports_the_schema_versions_before_and_after(tmp_path: Path) -> None:
@@ -118,8 +119,7 @@ def test_ls_and_show_print_tables(ff: Terminal) -> None:
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 1}}')
 
     async def fail_once(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine)
         await engine.fail(claimed.handle, reason="flaky")
 
     ff.engine(fail_once)
@@ -137,8 +137,7 @@ def test_ls_shows_the_first_line_of_a_failure(ff: Terminal) -> None:
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 0}}', "--payload", "what it was given")
 
     async def fail_once(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine)
         await engine.fail(claimed.handle, reason="ValueError: no stock\nTraceback (most recent call last)")
 
     ff.engine(fail_once)
@@ -170,8 +169,7 @@ def test_show_prints_a_result_as_text_or_its_size(ff: Terminal) -> None:
 
     async def complete(engine: Engine) -> None:
         for lane, result in zip("ab", texts.values(), strict=True):
-            claimed = await engine.claim(lane, worker_id="w", worker_instance_id="w-1")
-            assert claimed is not None
+            claimed = await claim_one(engine, lane)
             await engine.complete(claimed.handle, result=result)
 
     ff.engine(complete)

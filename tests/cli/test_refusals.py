@@ -10,6 +10,7 @@ import pytest
 from flowfabric import Engine, StoreUnavailable
 from flowfabric.cli.output import hint_for
 from tests.cli.terminal import Terminal
+from tests.executions import claim_one
 
 UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
 
@@ -73,8 +74,7 @@ def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
     execution = ff.submit()
 
     async def complete(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine)
         await engine.complete(claimed.handle)
 
     ff.engine(complete)

@@ -18,7 +18,6 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, ViewportSize, expect
 
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.types import CreateExecution
 from flowfabric.ids import FlowId, mint_for_flow, partition_of
 from flowfabric.model.bulk_operation import BulkState
 from flowfabric.model.security.api_token import ApiScope
@@ -28,6 +27,7 @@ from tests.console.pictures import FOLDER as PICTURES
 from tests.console.pictures import take_pictures
 from tests.console.sample import TOKEN, Sample, sample_world
 from tests.console.test_pages import all_paths, run_path
+from tests.executions import create_request
 from tests.server.api_client import run_server
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.serial]
@@ -281,11 +281,10 @@ async def create_layered_flow(sample: Sample, nodes: int) -> str:
         for index in range(per_layer, nodes)
     ]
     asks = [
-        CreateExecution(
-            execution_id=execution_id,
+        create_request(
+            execution_id,
+            "graph",
             partition=partition_of(execution_id),
-            namespace="default",
-            lane_id="graph",
             execution_kind=f"task{chance.randrange(20)}",
             input_payload=b"{}",
         )
@@ -339,11 +338,10 @@ async def create_fan(sample: Sample, parts: int) -> str:
     flow_id = engine.minter.uuid()
     ids = [mint_for_flow(FlowId(flow_id), engine.partitions, engine.minter) for _ in range(parts + 1)]
     asks = [
-        CreateExecution(
-            execution_id=execution_id,
+        create_request(
+            execution_id,
+            "graph",
             partition=partition_of(execution_id),
-            namespace="default",
-            lane_id="graph",
             execution_kind="part" if index else "whole",
             input_payload=b"{}",
         )

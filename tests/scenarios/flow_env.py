@@ -27,10 +27,10 @@ from flowfabric.model.flow import (
     PendingMemberCancel,
     PendingSiblingCancel,
 )
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.flow.views import FlowSnapshot
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs
 from flowfabric.stores.queries import Read
+from tests.executions import create_request
 from tests.scenarios.waits import ANY
 
 ALL_OF = {"kind": "all_of"}
@@ -78,14 +78,7 @@ class FlowEnv:
         for name in namespaces:
             self.names.setdefault(name, self.new_id())
         nodes = [
-            CreateExecution(
-                execution_id=self.names[name],
-                partition=0,
-                namespace=namespace,
-                lane_id="default",
-                execution_kind="task",
-                policy='{"retry_policy": {"max_retries": 0}}',
-            )
+            create_request(self.names[name], namespace=namespace, policy='{"retry_policy": {"max_retries": 0}}')
             for name, namespace in namespaces.items()
         ]
         edges = [GraphEdge(self.names[pair[0]], self.names[pair[1]]) for pair in pairs]

@@ -20,6 +20,7 @@ from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.server.lifecycle import Server
 from flowfabric.settings import Secret
+from tests.executions import claim_one
 
 SECRET = "00112233445566778899aabbccddeeff" * 2
 ROOT_TOKEN = "s3cret"
@@ -114,9 +115,7 @@ class ApiClient:
     async def create_claimed(self, **fields: Any) -> Claimed:
         """Create an execution and claim it on the engine, so that its handle is not signed."""
         await self.create(**fields)
-        claimed = await self.engine.claim("L", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
-        return claimed
+        return await claim_one(self.engine, "L")
 
     async def create_completed(self, result: bytes | None = None, **fields: Any) -> str:
         held = await self.create_claimed(**fields)

@@ -25,6 +25,7 @@ from flowfabric.stores.valkey.slots import slot_of
 from flowfabric.stores.valkey.store import ValkeyStore
 from flowfabric.testing.invariants import scan_all
 from tests.chaos.valkey.load import LANES, TTL_MS, check_rows, check_that_nothing_was_lost, drain, reported, under_load
+from tests.executions import claim_one
 from tests.processes import wait_for
 from tests.valkey_servers import ReplyFault, ValkeyNode, ValkeyServers, leave, valkey_cluster
 
@@ -182,8 +183,7 @@ async def test_what_a_failover_lost_is_done_again_and_only_by_its_second_holder(
         primary = primary_of(servers, one, ended)
         async with failover_without_the_last_writes(primary, replica_of(servers, primary)):
             await one.complete(held.handle, result=b"first")
-            lost = await one.claim("mail", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
-            assert lost is not None
+            lost = await claim_one(one, "mail", lease_ttl_ms=60_000)
         again: dict[str, Claimed] = {}
         async with asyncio.timeout(30):
             while len(again) < 2:

@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric import Engine
 from tests.cli.terminal import Terminal
+from tests.executions import claim_one
 
 
 @pytest.fixture
@@ -20,8 +21,7 @@ def end_execution(ff: Terminal, **options: Any) -> None:
     """Claim the only waiting execution, and complete or fail it."""
 
     async def end(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine)
         if "result" in options:
             await engine.complete(claimed.handle, **options)
         else:

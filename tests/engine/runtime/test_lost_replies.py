@@ -17,11 +17,11 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, Completed, ProgressNoted, Renewed
 from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
 from tests.engine.lossy_store import Loss, LossyStore
+from tests.executions import claim_one, create_request, new_execution
 from tests.scenarios.checked_store import dump
 
 LEASE_MS = 30_000
@@ -38,9 +38,7 @@ class Scene:
         self.now = clock.now
 
     async def waiting(self, **given: Any) -> str:
-        e = self.engine.new_execution_id()
-        await self.engine.create_execution(execution_id=e, **given)
-        return e
+        return await new_execution(self.engine, **given)
 
     async def held(self, **given: Any) -> Claimed:
         e = await self.waiting(**given)
@@ -82,17 +80,7 @@ async def create_with_a_key(scene: Scene) -> Act:
 
 
 async def create_many(scene: Scene) -> Act:
-    asks = [
-        CreateExecution(
-            execution_id=scene.engine.new_execution_id(),
-            partition=86,
-            namespace="default",
-            lane_id="default",
-            execution_kind="task",
-            idempotency_key=f"k{number}",
-        )
-        for number in range(5)
-    ]
+    asks = [create_request(scene.engine.new_execution_id(), idempotency_key=f"k{number}") for number in range(5)]
     return lambda: scene.engine.create_executions(asks)
 
 
@@ -391,8 +379,7 @@ async def test_a_zombie_with_a_cached_lease_changes_nothing(store: Store, clock:
     elsewhere = Engine(store, minter=SeededMinter(2))
     held = await scene.held()
     clock.advance_ms(LEASE_MS)
-    taken = await elsewhere.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
-    assert taken is not None
+    taken = await claim_one(elsewhere, **WORKER, lease_ttl_ms=LEASE_MS)
     before = await dump(store)
 
     for late in (

@@ -13,7 +13,6 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.types import (
     BATCH_MAILBOX,
     HOLD_MAILBOX,
-    CreateExecution,
     FactArgs,
     KeyMode,
     KeyPolicy,
@@ -27,6 +26,7 @@ from flowfabric.rules.durable import mailbox as mailbox_rules
 from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss
+from tests.executions import create_request
 from tests.scenarios.durable_function import DurableFunction, closed
 from tests.scenarios.env import Env
 
@@ -55,11 +55,9 @@ async def start(
     inbox: str | None = INBOX,
     namespace: str = "default",
 ) -> Submitted:
-    ask = CreateExecution(
-        execution_id=env.engine.new_execution_id("default", "cart|k"),
-        partition=0,
+    ask = create_request(
+        env.engine.new_execution_id("default", "cart|k"),
         namespace=namespace,
-        lane_id="default",
         execution_kind="cart",
         idempotency_key="cart|k",
         policy=inbox,

@@ -16,6 +16,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan
 from flowfabric.testing import FlakyStore, Loss
+from tests.executions import create_request
 from tests.scenarios.checked_store import CheckedStore
 from tests.scenarios.env import Env
 
@@ -43,15 +44,8 @@ async def submit(
 
 
 def request(engine: Engine, text: bytes = b"1", **fields: Any) -> CreateExecution:
-    return CreateExecution(
-        execution_id=engine.new_execution_id("default", "task|k"),
-        partition=0,
-        namespace="default",
-        lane_id="default",
-        execution_kind="task",
-        input_payload=text,
-        idempotency_key="task|k",
-        **fields,
+    return create_request(
+        engine.new_execution_id("default", "task|k"), input_payload=text, idempotency_key="task|k", **fields
     )
 
 

@@ -19,7 +19,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules.execution.create import CreateExecution
+from tests.executions import create_request
 from tests.scenarios.env import ACTIVE, LEASE_MS, Env, terminal
 from tests.scenarios.execution.test_finish import retries
 from tests.scenarios.scheduling.test_grants import MISSING
@@ -62,10 +62,7 @@ async def test_list_executions_pages_through_a_partition(env: Env) -> None:
 @pytest.mark.spec("EX-078")
 async def test_a_page_of_executions_has_at_most_1000_entries(env: Env) -> None:
     created = [numbered(5, number) for number in range(1001)]
-    requests = [
-        CreateExecution(execution_id=e, partition=5, namespace="default", lane_id="default", execution_kind="task")
-        for e in created
-    ]
+    requests = [create_request(e, partition=5) for e in created]
     assert await env.engine.create_executions(requests) == [Created(e, PublicState.WAITING) for e in created]
 
     page = await env.engine.list_executions(5, limit=5000)

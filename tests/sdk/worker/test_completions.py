@@ -21,6 +21,7 @@ from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
+from tests.executions import claim_one
 from tests.sdk.conftest import running_worker, wait_until_suspended, wait_until_true
 
 on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # The store of a server is in another process.
@@ -280,8 +281,7 @@ async def test_a_cancelled_attempt_finishes_once_whether_or_not_it_had_started(f
     ended: list[tuple[Claimed, Outcome | None]] = []
     engine: Any = await file_app.engine()
     await endless.submit()
-    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-    assert claimed is not None
+    claimed = await claim_one(engine)
     attempts = AttemptRunner(
         file_app,
         engine,

@@ -11,6 +11,7 @@ from flowfabric.ids import ExecutionId, FlowId, flow_partition, partition_of
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, PendingMemberCancel
 from flowfabric.stores.queries import Read
+from tests.executions import claim_one
 from tests.server.api_client import NOW, ApiClient, new_execution_id, path
 
 STALE = {"error": "contention: StaleGraphRevision", "kind": "contention", "retryable": True}
@@ -56,8 +57,7 @@ async def test_an_edge_that_closes_a_cycle_is_refused(api: ApiClient) -> None:
 async def test_a_downstream_waits_until_its_upstream_succeeds(api: ApiClient) -> None:
     flow_id, [a, b] = await api.create_flow(2)
     await api.apply_edge(flow_id, a, b)
-    held = await api.engine.claim("L", worker_id="w", worker_instance_id="w-1")
-    assert held is not None
+    held = await claim_one(api.engine, "L")
     assert held.execution_id == a
     await api.engine.complete(held.handle)
     await api.engine.dispatcher.wait_idle()

@@ -18,6 +18,7 @@ from flowfabric.server import ServerSettings
 from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.server.routing import Route, Subject
 from flowfabric.stores.port import Store
+from tests.executions import claim_one
 from tests.server.api_client import ApiClient, bearer, path
 from tests.server.routes.test_leases import CLAIMS, call_lease, claim_body, claim_new
 
@@ -287,8 +288,7 @@ async def test_a_cancel_on_the_engine_accepts_an_earlier_lease(api: ApiClient) -
     held = await api.create_claimed()
     await api.engine.delay_for(held.handle, 0)
     await api.engine.sweep_once("delayed_promoter")
-    again = await api.engine.claim("L", worker_id="w", worker_instance_id="w-1")
-    assert again is not None
+    again = await claim_one(api.engine, "L")
     await api.engine.delay_for(again.handle, 60_000)
 
     await api.engine.cancel(held.handle)

@@ -23,6 +23,7 @@ from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.queries import Read
 from flowfabric.stores.verdicts import Unstorable, Verdict
 from tests.conftest import Rival, migrate
+from tests.executions import new_execution
 from tests.servers import PostgresServer, leave, postgres
 from tests.stores.sample_rows import (
     MAIL,
@@ -179,8 +180,7 @@ async def test_an_address_of_several_hosts_reaches_the_one_that_is_up_and_writab
     hosts = parts._replace(netloc=f"{user}@127.0.0.1:1,{host}", query="target_session_attrs=read-write")
 
     async with await connect(urlunsplit(hosts), migrate=False) as engine:
-        execution_id = engine.new_execution_id()
-        await engine.create_execution(execution_id=execution_id)
+        execution_id = await new_execution(engine)
         assert await engine.describe_execution(execution_id) is not None
 
 

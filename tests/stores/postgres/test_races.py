@@ -20,6 +20,7 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import Rival
+from tests.executions import claim_one, new_execution
 from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, one, payload, queued, write
 
 
@@ -331,8 +332,7 @@ class TestAClaim:
         self, pg: PostgresStore, rival: Rival, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = Engine(pg, minter=SeededMinter(1), settings=Settings(dispatch=False))
-        run = engine.new_execution_id("mail")
-        await engine.create_execution(execution_id=run, lane_id="mail")
+        run = await new_execution(engine, "mail")
         claim_rows = pg.claim_rows
 
         async def claim_and_end_rival(request: ClaimRequest) -> ClaimedRows:
@@ -343,9 +343,7 @@ class TestAClaim:
 
         monkeypatch.setattr(pg, "claim_rows", claim_and_end_rival)
         await rival.begin("select 1 from ff_exec_core for update")
-        claimed = await engine.claim("mail", worker_id="worker", worker_instance_id="worker-1")
-
-        assert claimed is not None
+        claimed = await claim_one(engine, "mail", worker_id="worker", worker_instance_id="worker-1")
         assert claimed.execution_id == run
 
     async def test_does_not_wait_for_another_claim(self, pg: PostgresStore, rival: Rival) -> None:

@@ -25,6 +25,7 @@ from flowfabric.stores.valkey import ValkeyClient, parse_url
 from flowfabric.stores.valkey.store import ValkeyStore
 from tests.blackhole import BlackHole
 from tests.conftest import REDIS
+from tests.executions import new_execution
 from tests.stores.valkey.test_functions import use_everything
 from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, redis, unused_port, valkey
 
@@ -206,8 +207,7 @@ if REDIS:  # where it is installed
         assert not caught.value.in_doubt
 
         async with await open_engine(f"{url}&tls_cert={certificate}&tls_key={certificate}") as engine:
-            name = engine.new_execution_id()
-            await engine.create_execution(execution_id=name, input_payload=b"x" * (1 << 20))
+            name = await new_execution(engine, input_payload=b"x" * (1 << 20))
             (claimed,) = await engine.claim_many("default", 1, worker_id="w", worker_instance_id="w-1")
             await engine.complete(claimed.handle, result=b"done")
             assert str(await engine.read_execution_state(name)) == "completed"
