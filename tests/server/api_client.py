@@ -57,6 +57,10 @@ def why_refused(response: httpx2.Response) -> str:
     return str(msgspec.json.decode(response.headers["x-ff-error"])["detail"])
 
 
+def _status_and_json(response: httpx2.Response) -> tuple[int, Any]:
+    return response.status_code, response.json()
+
+
 class ApiClient:
     """A client of one server, which runs in this process."""
 
@@ -89,6 +93,13 @@ class ApiClient:
 
     async def put(self, url: str, body: Any = None, **options: Any) -> httpx2.Response:
         return await self("PUT", url, body, **options)
+
+    async def get_json(self, url: str, **options: Any) -> tuple[int, Any]:
+        """Send a GET; return the status and the decoded body of the answer."""
+        return _status_and_json(await self.get(url, **options))
+
+    async def post_json(self, url: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+        return _status_and_json(await self.post(url, body, **options))
 
     # -- executions -------------------------------------------------------------------------------------------------
 

@@ -85,9 +85,7 @@ def body_of(route: Route, handle: str, execution_id: str = "{fp:7}:" + UUID) -> 
 
 async def test_an_unsigned_handle_is_refused_and_a_signed_one_is_accepted(api: ApiClient) -> None:
     held = await api.create_claimed()
-    refused = await api.post("/v1/leases/complete", {"handle": unsigned(held.handle)})
-
-    assert (refused.status_code, refused.json()) == (
+    assert await api.post_json("/v1/leases/complete", {"handle": unsigned(held.handle)}) == (
         400,
         {"error": "validation_error: handle: not a handle of this system"},
     )
@@ -99,9 +97,7 @@ async def test_an_unsigned_handle_is_refused_and_a_signed_one_is_accepted(api: A
 @pytest.mark.parametrize("place", [0, 3, 10, 60, -33, -32, -1])
 async def test_a_handle_with_one_altered_bit_is_refused(api: ApiClient, place: int) -> None:
     work = await claim_new(api)
-    refused = await api.post("/v1/leases/complete", {"handle": flip_bit(work["handle"], place)})
-
-    assert (refused.status_code, refused.json()) == (
+    assert await api.post_json("/v1/leases/complete", {"handle": flip_bit(work["handle"], place)}) == (
         400,
         {"error": "validation_error: handle: not a handle of this system"},
     )
@@ -126,9 +122,7 @@ async def test_a_signed_handle_ends_with_a_signature_of_32_bytes(api: ApiClient)
 async def test_every_holder_route_refuses_an_unsigned_handle(api: ApiClient, route: Route) -> None:
     held = await api.create_claimed()
     before = await api.engine.describe_execution(held.execution_id)
-    answer = await api.post(route.path, body_of(route, unsigned(held.handle)))
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(route.path, body_of(route, unsigned(held.handle))) == (
         400,
         {"error": "validation_error: handle: not a handle of this system"},
     )

@@ -221,9 +221,7 @@ ROTATE = "/v1/admin/rotate-waitpoint-secret"
 @pytest.mark.spec("R58")
 @pytest.mark.parametrize("secret", ["abc", "zz", ""])
 async def test_an_invalid_secret_is_refused(api: ApiClient, secret: str) -> None:
-    answer = await api.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(ROTATE, {"new_kid": "k2", "new_secret_hex": secret}) == (
         400,
         {"error": "new_secret_hex must be a non-empty even-length hex string"},
     )
@@ -241,8 +239,7 @@ async def test_a_token_of_the_previous_key_is_accepted_during_its_grace(api: Api
     execution_id, details = await suspend_new(api)
     rotation = {"new_kid": "k2", "new_secret_hex": "ab" * 32}
     for _ in range(2):
-        rotated = await api.post(ROTATE, rotation)
-        assert (rotated.status_code, rotated.json()) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
+        assert await api.post_json(ROTATE, rotation) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
     clash = await api.post(ROTATE, rotation | {"new_secret_hex": "cd" * 32})
     assert clash.status_code == 400
     assert clash.json()["error"].startswith("rotation failed on all partitions")

@@ -69,9 +69,7 @@ async def test_a_list_of_a_partition_that_does_not_exist_is_refused(api: ApiClie
 async def test_a_flow_without_a_summary_is_reported_as_such(api: ApiClient) -> None:
     flow_id, _ = await api.create_flow(1)
 
-    reply = await api.get(f"/v1/flows/{flow_id}/summary")
-
-    assert (reply.status_code, reply.json()) == (404, {"error": "not found: flow_summary"})
+    assert await api.get_json(f"/v1/flows/{flow_id}/summary") == (404, {"error": "not found: flow_summary"})
 
 
 async def test_a_join_is_set_before_its_edges(api: ApiClient) -> None:
@@ -195,9 +193,7 @@ async def test_an_unexpected_error_is_a_500_without_details(
         raise ZeroDivisionError("secret details")
 
     monkeypatch.setattr(engine, "list_lanes", broken)
-    answer = await api.get("/v1/lanes")
-
-    assert (answer.status_code, answer.json()) == (500, {"error": "engine: bug", "retryable": False})
+    assert await api.get_json("/v1/lanes") == (500, {"error": "engine: bug", "retryable": False})
 
 
 @pytest.mark.parametrize("what", ["explain", "progress", "snapshot", "end", "pending-waitpoints"])

@@ -241,8 +241,7 @@ async def test_a_cancelled_wait_for_a_connection_passes_its_turn_on(
     store = PostgresStore(database, clock, pool_size=1)
     await write(store, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-    held = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
-    await rival.blocks()
+    held = await rival.start_blocked(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
     waiting_calls = [asyncio.create_task(store.ping()) for _ in range(3)]
     await asyncio.sleep(0)
 
@@ -271,8 +270,7 @@ async def test_closing_aborts_calls_in_flight(database: str, rival: Rival) -> No
     store = PostgresStore(database)
     await write(store, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-    commit = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
-    await rival.blocks()
+    commit = await rival.start_blocked(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
 
     await store.close()
 
