@@ -7,10 +7,9 @@ from pathlib import Path
 import apsw
 import pytest
 
-from flowfabric import Engine, StoreUnavailable
+from flowfabric import StoreUnavailable
 from flowfabric.cli.output import hint_for
 from tests.cli.terminal import Terminal
-from tests.executions import claim_one
 
 UNKNOWN = "{fp:1}:1a255fe9-f16a-4af0-8cb6-6085de2ea47d"
 
@@ -73,11 +72,7 @@ def test_a_wrong_option_is_a_usage_error(ff: Terminal, arguments: tuple[str, ...
 def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
     execution = ff.submit()
 
-    async def complete(engine: Engine) -> None:
-        claimed = await claim_one(engine)
-        await engine.complete(claimed.handle)
-
-    ff.engine(complete)
+    ff.end_one()
     error = ff.refuses("cancel", execution)
 
     assert "execution_not_active" in error

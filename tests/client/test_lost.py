@@ -25,6 +25,7 @@ from flowfabric.model.answers.execution import Claimed, Created, Duplicate, Retr
 from flowfabric.model.gate import GateKind
 from flowfabric.server import App, ServerSettings, create_app
 from tests.executions import create_request, new_execution
+from tests.stores.unavailable import unavailable
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
 RETRY = '{"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 60000}}}'
@@ -99,9 +100,8 @@ async def test_a_claim_whose_reply_is_lost_is_returned_to_the_retry(
     await remote.create(run)
     wire.lost = {"/claims": 1}
 
-    with pytest.raises(errors.StoreUnavailable) as lost:
+    with unavailable(in_doubt=True):
         await remote.claim_from_lanes(["default"], 1, **WORKER)
-    assert lost.value.in_doubt
     [work] = await remote.claim_from_lanes(["default"], 1, **WORKER)
 
     assert work.execution_id == run.execution_id
@@ -251,9 +251,8 @@ async def test_a_write_that_may_have_arrived_has_an_unknown_outcome(remote: Remo
     remote.transport.retry_for_s = 0.2
     wire.lost = {"/executions": 1000}
 
-    with pytest.raises(errors.StoreUnavailable) as error:
+    with unavailable(in_doubt=True):
         await remote.create(create_request(remote.new_execution_id()))
-    assert error.value.in_doubt
 
 
 async def test_a_rate_limited_request_is_retried_after_the_delay_of_the_server(engine: Engine) -> None:
