@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine_protocol import EngineAPI
 from flowfabric.ids import ExecutionId
 from flowfabric.model.answers.execution import Claimed
+from flowfabric.model.condition import Condition
 from flowfabric.rules.execution.create import CreateExecution
+from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs
 
 
 def create_request(execution_id: str, lane_id: str = "default", **fields: Any) -> CreateExecution:
     """Return the request to create a task; the engine reads the partition from the id."""
     given: dict[str, Any] = {"partition": 0, "namespace": "default", "execution_kind": "task", **fields}
     return CreateExecution(execution_id=execution_id, lane_id=lane_id, **given)
+
+
+def suspend_args(now: int, condition: Condition, *, key: str = "k", **options: Any) -> SuspendArgs:
+    """Return the arguments of a suspend on one new waitpoint, which waits for a signal."""
+    fields: dict[str, Any] = {
+        "suspension_id": str(uuid.uuid4()),
+        "waitpoints": (FreshWaitpoint(str(uuid.uuid4()), key),),
+        "resume_condition": condition,
+        "reason_code": "waiting_for_signal",
+        "now": now,
+    }
+    return SuspendArgs(**(fields | options))
 
 
 async def new_execution(engine: EngineAPI, lane_id: str = "default", **fields: Any) -> ExecutionId:

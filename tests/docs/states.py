@@ -15,11 +15,11 @@ from typing import Any
 from flowfabric import Engine, FabricError, Handle
 from flowfabric.clock import ManualClock
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
+from flowfabric.engine.types import ByName, Single
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.memory.store import MemoryStore
-from tests.executions import create_request
+from tests.executions import create_request, suspend_args
 from tests.postgres_install import ROOT
 
 PAGE = ROOT / "docs" / "concepts.md"
@@ -89,18 +89,8 @@ async def claim(life: Life) -> None:
 
 
 async def suspend(life: Life) -> None:
-    engine = life.engine
-    await engine.suspend(
-        life.held,
-        SuspendArgs(
-            suspension_id=engine.minter.uuid(),
-            waitpoints=(FreshWaitpoint(engine.minter.uuid(), "go"),),
-            resume_condition=Single("go", ByName("go")),
-            reason_code="waiting_for_signal",
-            timeout_at=life.clock() + HOUR_MS,
-            now=life.clock(),
-        ),
-    )
+    now, condition = life.clock(), Single("go", ByName("go"))
+    await life.engine.suspend(life.held, suspend_args(now, condition, key="go", timeout_at=now + HOUR_MS))
 
 
 async def signal(life: Life) -> None:

@@ -10,7 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
-from flowfabric.engine.types import ByName, Count, CountKind, FreshWaitpoint, Single, SuspendArgs
+from flowfabric.engine.types import ByName, Count, CountKind, Single
 from flowfabric.model.change import Change, Guard, Upsert
 from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.rules.security.keystore import KeyUnchanged
@@ -18,6 +18,7 @@ from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
+from tests.executions import suspend_args
 from tests.server.api_client import ApiClient, new_execution_id, path
 
 GO = Single("k", ByName("go"))
@@ -27,16 +28,7 @@ SOURCES = Count(2, CountKind.DISTINCT_SOURCES, ("k",))
 async def suspend_new(api: ApiClient, condition: Any = GO) -> tuple[str, SuspendDetails]:
     """Create an execution and suspend it on a waitpoint."""
     held = await api.create_claimed()
-    answer = await api.engine.suspend(
-        held.handle,
-        SuspendArgs(
-            suspension_id=str(uuid.uuid4()),
-            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
-            resume_condition=condition,
-            reason_code="waiting_for_signal",
-            now=await api.engine.ping(),
-        ),
-    )
+    answer = await api.engine.suspend(held.handle, suspend_args(await api.engine.ping(), condition))
     assert isinstance(answer, Suspended)
     return held.execution_id, answer.details
 
