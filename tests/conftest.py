@@ -11,13 +11,13 @@ import atexit
 import hashlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import asyncpg
 import pytest
@@ -36,6 +36,8 @@ from flowfabric.stores.valkey.address import parse_url
 from flowfabric.stores.valkey.store import ValkeyStore
 from tests.servers import postgres
 from tests.valkey_servers import redis, system_redis, valkey, valkey_cluster
+
+T = TypeVar("T")
 
 # Timing depends on the machine, so no example fails for being slow.
 settings.register_profile("ff", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -152,6 +154,18 @@ class Rival:
             while len(found := await self.fetch(waiting, pid)) < number:
                 await self.fetch("select pg_sleep(0.005)")
         return [row["pid"] for row in found]
+
+    async def start_blocked(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a call that this transaction blocks; return its task once it waits."""
+        task = asyncio.create_task(call)
+        await self.blocks()
+        return task
+
+    async def answer_after_commit(self, call: Coroutine[Any, Any, T]) -> T:
+        """Let a call wait for this transaction, commit, and return the answer to the call."""
+        task = await self.start_blocked(call)
+        await self.end()
+        return await task
 
     async def fetch(self, query: str, *values: Any) -> list[Any]:
         """Run a query outside of the transaction."""

@@ -14,7 +14,7 @@ import pytest
 
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.types import FreshWaitpoint, SuspendArgs, TimeoutOnly
+from flowfabric.engine.types import TimeoutOnly
 from flowfabric.model.deployment import SweepLease
 from flowfabric.model.limits.budget import Budget
 from flowfabric.model.suspension import Suspension
@@ -24,6 +24,7 @@ from flowfabric.stores.queries import Scan
 from tests.chaos.test_sweepers import ME, wait_until
 from tests.chaos.worker import QUICK
 from tests.chaos.worker_processes import WorkerProcess, worker_processes
+from tests.executions import suspend_args
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -38,17 +39,7 @@ async def suspend(engine: Engine) -> tuple[int, Done]:
     await engine.create_execution(execution_id=engine.new_execution_id())
     [held] = await engine.claim_many("default", 1, **ME, lease_ttl_ms=60_000)
     now = await engine.ping()
-    await engine.suspend(
-        held.handle,
-        SuspendArgs(
-            suspension_id=str(uuid.uuid4()),
-            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
-            resume_condition=TimeoutOnly(),
-            reason_code="waiting_for_signal",
-            timeout_at=now + AHEAD_MS,
-            now=now,
-        ),
-    )
+    await engine.suspend(held.handle, suspend_args(now, TimeoutOnly(), timeout_at=now + AHEAD_MS))
 
     async def closed_at() -> int | None:
         [row] = [row for row in await every(engine, Suspension) if row.execution_id == held.execution_id]

@@ -24,6 +24,7 @@ from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.event import Topic
 from flowfabric.model.states import AttemptType
 from flowfabric.testing.invariants import check_invariants
+from tests.executions import claim_one, new_execution
 from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, valkey
 
 A: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1"}
@@ -161,11 +162,8 @@ async def engines(url: str) -> AsyncIterator[tuple[Engine, Engine]]:
 
 
 async def claimed(engine: Engine, ttl: int = 30_000) -> Claimed:
-    execution_id = engine.new_execution_id()
-    await engine.create_execution(execution_id=execution_id)
-    held = await engine.claim("default", **A, lease_ttl_ms=ttl)
-    assert held is not None
-    return held
+    await new_execution(engine)
+    return await claim_one(engine, **A, lease_ttl_ms=ttl)
 
 
 async def outcome(task: Awaitable[Any]) -> Any:
@@ -186,8 +184,7 @@ on_postgres = pytest.mark.parametrize("url", ["postgres"], indirect=True)  # whe
 
 async def test_the_first_of_two_claims_with_one_grant_wins(engines: Pair, referee: Referee) -> None:
     one, other = engines
-    execution_id = one.new_execution_id()
-    await one.create_execution(execution_id=execution_id)
+    execution_id = await new_execution(one)
     await one.issue_claim_grant(execution_id, lane_id="default", **A)
     async with referee.holding(execution_id):
         tasks = await referee.start_in_order(
@@ -217,8 +214,7 @@ async def test_claims_skip_an_execution_that_another_process_is_claiming(engines
 @on_postgres
 async def test_a_claim_by_grant_that_waits_wins_over_a_claim_that_skips(engines: Pair, referee: Referee) -> None:
     one, other = engines
-    execution_id = one.new_execution_id()
-    await one.create_execution(execution_id=execution_id)
+    execution_id = await new_execution(one)
     await one.issue_claim_grant(execution_id, lane_id="default", **A)
     async with referee.holding(execution_id):
         [task] = await referee.start_in_order(one.claim_execution(execution_id, **A))
@@ -271,8 +267,7 @@ async def test_a_completion_that_waits_beyond_its_lease_is_refused(engines: Pair
         [task] = await referee.start_in_order(one.complete(held.handle, result=b"late"))
         await referee.wait_past(held.lease_expires_at)
     assert await outcome(task) == "lease_expired"
-    taken = await other.claim("default", **B)
-    assert taken is not None
+    taken = await claim_one(other, **B)
     assert (taken.attempt_type, taken.lease_epoch) == (AttemptType.RECLAIM, 2)
     assert await outcome(one.complete(held.handle)) == "stale_lease"
     assert await one.get_execution_result(held.execution_id) is None

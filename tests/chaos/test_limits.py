@@ -18,6 +18,7 @@ from flowfabric.testing.invariants import check_invariants, scan_all
 from flowfabric.testing.limit_invariants import check_limit_invariants
 from tests.chaos.worker import LANE, LEDGER, SCARCE, SCARCE_EACH, SPENT
 from tests.chaos.worker_processes import WorkerProcess, worker_processes
+from tests.executions import new_execution
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -35,10 +36,7 @@ async def create_limited_work(engine: Engine) -> None:
     await engine.create_budget(LEDGER, dimensions=["tokens", "calls"], hard_limits=[0, 0], soft_limits=[0, 0])
     await engine.create_budget(SCARCE, dimensions=["tokens"], hard_limits=[HARD], soft_limits=[0])
     for _ in range(COUNT):
-        execution = engine.new_execution_id(LANE)
-        await engine.create_execution(
-            execution_id=execution, namespace="chaos", lane_id=LANE, policy={"quota_policy_ids": [Q]}
-        )
+        await new_execution(engine, LANE, namespace="chaos", policy={"quota_policy_ids": [Q]})
 
 
 async def reach_cap(engine: Engine) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from tests.chaos.test_sweepers import wait_until
 from tests.cli.servers.test_serve import FF, get_json
-from tests.client.server_thread import free_port
 from tests.engine.operations.test_schema_versions import BREAKING, SILENT, Database, database
+from tests.processes import free_port
 
 __all__ = ["database"]
 

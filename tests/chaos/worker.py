@@ -18,10 +18,10 @@ import os
 
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.types import CreateExecution
 from flowfabric.errors import ExecutionNotActive, LeaseExpired, StaleLease
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.settings import Settings, Sweeps
+from tests.executions import create_request
 
 LANE = "default"
 QUICK = Settings(
@@ -52,14 +52,7 @@ def identity() -> dict[str, str]:
 
 async def submit(engine: Engine, count: int, *, reported: bool = True) -> None:
     asks = [
-        CreateExecution(
-            execution_id=engine.new_execution_id(LANE),
-            partition=0,
-            namespace="chaos",
-            lane_id=LANE,
-            execution_kind="task",
-            input_payload=b"x" * 100,
-        )
+        create_request(engine.new_execution_id(LANE), LANE, namespace="chaos", input_payload=b"x" * 100)
         for _ in range(count)
     ]
     for start in range(0, count, 100):

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import flowfabric
 from flowfabric.cli import app
 from flowfabric.connector import open_engine
+from tests.executions import claim_one
 
 T = TypeVar("T")
 
@@ -68,6 +69,18 @@ class Terminal:
     def submit(self, *arguments: str) -> str:
         """Submit an execution; return its id."""
         return self.stdout("submit", *arguments).strip()
+
+    def end_one(self, lane: str = "default", category: str = "permanent", **options: Any) -> None:
+        """Claim the only waiting execution of a lane; fail it for a `reason`, otherwise complete it."""
+
+        async def end(engine: flowfabric.Engine) -> None:
+            claimed = await claim_one(engine, lane)
+            if "reason" in options:
+                await engine.fail(claimed.handle, category=category, **options)
+            else:
+                await engine.complete(claimed.handle, **options)
+
+        self.engine(end)
 
     def engine(self, work: Callable[[flowfabric.Engine], Awaitable[T]]) -> T:
         """Run a coroutine function on an engine of the same store."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flowfabric import Engine
 from flowfabric.cli import app
 from flowfabric.cli.output import STATES
 from flowfabric.cli.stores import redact_url, resolve_store_url
@@ -117,12 +116,7 @@ def test_ls_and_show_print_tables(ff: Terminal) -> None:
     assert ff.stdout("ls") == "No executions.\n"
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 1}}')
 
-    async def fail_once(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
-        await engine.fail(claimed.handle, reason="flaky")
-
-    ff.engine(fail_once)
+    ff.end_one(reason="flaky", category="transient")
     listed, shown = ff.stdout("ls"), ff.stdout("show", execution)
 
     assert re.search(rf"{re.escape(execution)} +task +delayed +default +1 ", listed)
@@ -136,12 +130,7 @@ def test_ls_and_show_print_tables(ff: Terminal) -> None:
 def test_ls_shows_the_first_line_of_a_failure(ff: Terminal) -> None:
     execution = ff.submit("--policy", '{"retry_policy": {"max_retries": 0}}', "--payload", "what it was given")
 
-    async def fail_once(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
-        await engine.fail(claimed.handle, reason="ValueError: no stock\nTraceback (most recent call last)")
-
-    ff.engine(fail_once)
+    ff.end_one(reason="ValueError: no stock\nTraceback (most recent call last)")
     listed, shown = ff.stdout("ls", "--state", "failed"), ff.stdout("show", execution)
 
     assert "ValueError: no stock" in listed
@@ -168,13 +157,8 @@ def test_a_filter_is_cancelled_after_a_preview(ff: Terminal) -> None:
 def test_show_prints_a_result_as_text_or_its_size(ff: Terminal) -> None:
     texts = {ff.submit("--lane", lane): result for lane, result in (("a", b'{"ok":true}'), ("b", b"\xff\x00"))}
 
-    async def complete(engine: Engine) -> None:
-        for lane, result in zip("ab", texts.values(), strict=True):
-            claimed = await engine.claim(lane, worker_id="w", worker_instance_id="w-1")
-            assert claimed is not None
-            await engine.complete(claimed.handle, result=result)
-
-    ff.engine(complete)
+    for lane, result in zip("ab", texts.values(), strict=True):
+        ff.end_one(lane, result=result)
     first, second = texts
 
     assert ff.document("show", first)["result"] == {"bytes": 11, "text": '{"ok":true}'}

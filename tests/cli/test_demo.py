@@ -21,6 +21,7 @@ from flowfabric.demo.checks import DemoState, check_claims
 from flowfabric.demo.orders import LANE, ORDERS, receipt
 from flowfabric.demo.scenario import submit
 from flowfabric.demo.screen import OrderStatus, Screen, render_table
+from tests.executions import claim_one
 
 HELD = [
     "each order completed exactly once: 8 completions, 8 orders",
@@ -88,8 +89,7 @@ async def test_a_demo_without_retry_and_takeover_fails_its_checks(capsys: pytest
     async with await open_engine("memory://") as engine:
         demo = DemoState(await submit(engine), {})
         for _ in ORDERS:
-            claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
-            assert claimed is not None
+            claimed = await claim_one(engine, LANE)
             name = next(name for name, execution_id in demo.ids.items() if execution_id == claimed.execution_id)
             await engine.complete(claimed.handle, result=receipt(name))
 
@@ -106,8 +106,7 @@ async def test_a_wrong_result_fails_the_check(capsys: pytest.CaptureFixture[str]
     async with await open_engine("memory://") as engine:
         demo = DemoState(await submit(engine), {})
         for _ in ORDERS:
-            claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1")
-            assert claimed is not None
+            claimed = await claim_one(engine, LANE)
             await engine.complete(claimed.handle, result=b"something else")
 
         demo.flow = await release.submit(engine)

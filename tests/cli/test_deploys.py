@@ -11,6 +11,7 @@ from flowfabric.engine.types import GateArgs
 from flowfabric.handles import Handle
 from flowfabric.model.gate import GateKind
 from tests.cli.terminal import Terminal
+from tests.executions import claim_one
 
 WHY = "step 'charge_card' would run for the first time although 'charge' ran before: was it renamed or moved?"
 HOLD = GateArgs(
@@ -25,10 +26,7 @@ def ff(ff_or_server: Terminal) -> Terminal:
 
 async def claimed(engine: Engine, *capabilities: str) -> Handle:
     """Claim the next execution."""
-    claim = await engine.claim(
-        "default", worker_id="w", worker_instance_id="w-1", capabilities=capabilities, lease_ttl_ms=60_000
-    )
-    assert claim is not None
+    claim = await claim_one(engine, capabilities=capabilities, lease_ttl_ms=60_000)
     return claim.handle
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,8 @@ from flowfabric.cli.commands import maintenance
 from flowfabric.model.deployment import SnapshotHolder
 from flowfabric.stores.valkey import durability
 from tests.cli.terminal import Terminal
-from tests.valkey_servers import ValkeyNode, leave, valkey
+from tests.valkey_cluster import own_server
+from tests.valkey_servers import ValkeyNode
 
 
 async def test_doctor_names_an_idle_transaction(database: str) -> None:
@@ -54,9 +54,7 @@ def test_an_old_snapshot_is_reported_as_a_problem(holder: SnapshotHolder, says: 
 @pytest.fixture
 def node() -> Iterator[ValkeyNode]:
     """A Valkey server whose settings a test may change."""
-    servers = valkey(f"doctor-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    yield servers.nodes[0]
-    leave(servers)
+    yield from own_server("doctor")
 
 
 @pytest.mark.parametrize(

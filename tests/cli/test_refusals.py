@@ -7,7 +7,7 @@ from pathlib import Path
 import apsw
 import pytest
 
-from flowfabric import Engine, StoreUnavailable
+from flowfabric import StoreUnavailable
 from flowfabric.cli.output import hint_for
 from tests.cli.terminal import Terminal
 
@@ -72,12 +72,7 @@ def test_a_wrong_option_is_a_usage_error(ff: Terminal, arguments: tuple[str, ...
 def test_a_completed_execution_cannot_be_cancelled(ff: Terminal) -> None:
     execution = ff.submit()
 
-    async def complete(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
-        await engine.complete(claimed.handle)
-
-    ff.engine(complete)
+    ff.end_one()
     error = ff.refuses("cancel", execution)
 
     assert "execution_not_active" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import msgspec
 
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.server.lifecycle import Server, engine_lifespan
+from tests.processes import free_port
 
 
 class ServerThread:
@@ -78,9 +78,3 @@ def run_server(store_url: str, settings: ServerSettings | None = None) -> Iterat
         yield server
     finally:
         server.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 
-from flowfabric import CreateExecution, errors
+from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import NoWait, WaitIndefinite, WaitTimeout
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import CancellationPolicy
+from tests.executions import create_request
 
 
 async def create_flow(engine: Engine) -> tuple[FlowId, str]:
     """Create a flow with one member; return both ids."""
     flow = FlowId(engine.minter.uuid())
     member = mint_for_flow(flow, engine.partitions, engine.minter)
-    node = CreateExecution(
-        execution_id=member, partition=0, namespace="default", lane_id="default", execution_kind="task"
-    )
+    node = create_request(member)
     await engine.create_flow_graph(flow, [node])
     return flow, member
 

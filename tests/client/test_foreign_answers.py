@@ -19,7 +19,8 @@ from flowfabric.model.gate import GateKind
 from flowfabric.model.states import PublicState
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.settings import Secret
-from tests.client.test_lost import claimed, create_request
+from tests.client.test_lost import claimed
+from tests.executions import create_request
 from tests.sdk.conftest import running_worker, wait_until, wait_until_true
 
 FOREIGN = (302, 400, 401, 403, 404, 407, 413, 415, 422, 431, 451)
@@ -78,7 +79,7 @@ async def test_a_foreign_answer_is_reported_with_its_status_and_an_unknown_outco
     proxy.status, proxy.blocked = status, {"/executions": 1000}
 
     with pytest.raises(errors.StoreUnavailable, match=f"answered {status}") as refused:
-        await remote.create(create_request(remote))
+        await remote.create(create_request(remote.new_execution_id()))
     assert refused.value.in_doubt
     assert (refused.value.source is errors.StoreFault.AUTH) == (status in (401, 403, 407))
 
@@ -124,7 +125,7 @@ async def test_a_wrong_token_is_not_retried(engine: Engine) -> None:
     async with RemoteEngine("http://ff", transport=Proxy(app), token=Secret("wrong"), retry_for_s=60) as remote:
         async with asyncio.timeout(5):
             with pytest.raises(errors.Unauthorized, match="Authorization"):
-                await remote.create(create_request(remote))
+                await remote.create(create_request(remote.new_execution_id()))
 
 
 async def test_requests_to_a_server_that_is_too_old_for_its_store_are_retried(

@@ -20,6 +20,7 @@ from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
 from tests.client.server_thread import ServerThread, run_server
 from tests.client.test_serving import ROOT, create_token
+from tests.executions import claim_one
 from tests.sdk import service
 from tests.sdk.conftest import running_worker, wait_until
 
@@ -54,8 +55,7 @@ async def test_a_client_passes_the_signature_of_a_handle_back(client: RemoteEngi
 
 async def test_a_server_refuses_the_unsigned_handle_of_an_engine(engine: Engine, client: RemoteEngine) -> None:
     await engine.create_execution(execution_id=engine.new_execution_id())
-    held = await engine.claim("default", worker_id="w", worker_instance_id="i")
-    assert held is not None
+    held = await claim_one(engine, worker_instance_id="i")
 
     assert held.handle.signature == b""
     with pytest.raises(errors.Corruption, match="not a handle of this system"):

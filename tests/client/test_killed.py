@@ -15,8 +15,8 @@ import httpx2
 from flowfabric import Context, Fabric, connect
 from flowfabric.model.states import PublicState
 from flowfabric.sdk.run import OutputFrame
-from tests.client.server_thread import free_port
 from tests.postgres_install import ROOT
+from tests.processes import free_port
 from tests.sdk.conftest import running_worker
 
 RUNS = 40

@@ -15,6 +15,7 @@ from flowfabric.engine.types import CreateExecution
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
+from tests.executions import claim_one
 
 NOBODY = "{fp:7}:550e8400-e29b-41d4-a716-446655440000"
 
@@ -115,8 +116,7 @@ async def test_reads_across_executions_are_the_same(engine: Engine, remote: Remo
     request = create_request(engine)
     await engine.create(request)
     await engine.record_spend(budget, request.execution_id, {"usd": 3})
-    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-    assert claimed is not None
+    await claim_one(engine)
     await engine.register_worker(
         namespace="n1", worker_instance_id="w-1", worker_id="w", lanes=["default"], liveness_ttl_ms=60_000
     )

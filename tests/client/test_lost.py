@@ -15,17 +15,17 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.durable import OpenedGate, ParkResult
 from flowfabric.engine.types import (
     BATCH_MAILBOX,
-    CreateExecution,
     GateArgs,
     KeyMode,
     KeyPolicy,
     KeyUntil,
     MessageArgs,
 )
-from flowfabric.engine_protocol import EngineAPI
 from flowfabric.model.answers.execution import Claimed, Created, Duplicate, RetryScheduled
 from flowfabric.model.gate import GateKind
 from flowfabric.server import App, ServerSettings, create_app
+from tests.executions import create_request, new_execution
+from tests.stores.unavailable import unavailable
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w:1"}
 RETRY = '{"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 60000}}}'
@@ -68,19 +68,8 @@ async def remote(wire: LossyTransport) -> AsyncIterator[RemoteEngine]:
         yield remote
 
 
-def create_request(engine: EngineAPI, **fields: Any) -> CreateExecution:
-    return CreateExecution(
-        execution_id=engine.new_execution_id(),
-        partition=0,
-        namespace="default",
-        lane_id="default",
-        execution_kind="t",
-        **fields,
-    )
-
-
 async def claimed(remote: RemoteEngine, **fields: Any) -> Claimed:
-    await remote.create(create_request(remote, **fields))
+    await remote.create(create_request(remote.new_execution_id(), **fields))
     [work] = await remote.claim_from_lanes(["default"], 1, **WORKER)
     return work
 
@@ -95,8 +84,8 @@ async def test_a_create_whose_reply_is_lost_creates_once(
 ) -> None:
     wire.lost, wire.restarts = {"/executions": 2, "/bulk": 1}, restarts
 
-    answer = await remote.create(create_request(remote))
-    many = await remote.create_executions([create_request(remote) for _ in range(3)])
+    answer = await remote.create(create_request(remote.new_execution_id()))
+    many = await remote.create_executions([create_request(remote.new_execution_id()) for _ in range(3)])
 
     assert wire.received.count("/v1/executions") == 3
     assert isinstance(answer, Duplicate if restarts else Created)
@@ -107,13 +96,12 @@ async def test_a_create_whose_reply_is_lost_creates_once(
 async def test_a_claim_whose_reply_is_lost_is_returned_to_the_retry(
     remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
-    run = create_request(remote)
+    run = create_request(remote.new_execution_id())
     await remote.create(run)
     wire.lost = {"/claims": 1}
 
-    with pytest.raises(errors.StoreUnavailable) as lost:
+    with unavailable(in_doubt=True):
         await remote.claim_from_lanes(["default"], 1, **WORKER)
-    assert lost.value.in_doubt
     [work] = await remote.claim_from_lanes(["default"], 1, **WORKER)
 
     assert work.execution_id == run.execution_id
@@ -125,7 +113,7 @@ async def test_a_claim_whose_reply_is_lost_is_returned_to_the_retry(
 async def test_a_claim_that_a_restarted_server_forgot_expires(
     remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
-    run = create_request(remote)
+    run = create_request(remote.new_execution_id())
     await remote.create(run)
     wire.lost, wire.restarts = {"/claims": 1}, True
 
@@ -225,7 +213,9 @@ async def test_the_first_input_of_a_batch_keeps_its_place_although_the_server_fo
     policy = KeyPolicy(mode=KeyMode.BATCH, until=KeyUntil.STARTED, wait_ms=60_000, most=3)
     item = MessageArgs(execution_id="", mailbox=BATCH_MAILBOX, message_id=remote.minter.uuid(), payload=b"1")
 
-    submitted = await remote.start_by_key(create_request(remote, idempotency_key="t|k"), policy, message=item)
+    submitted = await remote.start_by_key(
+        create_request(remote.new_execution_id(), execution_kind="t", idempotency_key="t|k"), policy, message=item
+    )
 
     assert submitted.item == 0
     assert await count(engine) == 1
@@ -245,12 +235,12 @@ async def test_failed_connections_are_retried_until_the_deadline(
     remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
     wire.refused = 3
-    await remote.create(create_request(remote))
+    await remote.create(create_request(remote.new_execution_id()))
 
     wire.refused = 1000
     remote.transport.retry_for_s = 0.2
     with pytest.raises(errors.StoreUnavailable, match="nobody listens") as error:
-        await remote.create(create_request(remote))
+        await remote.create(create_request(remote.new_execution_id()))
 
     assert (error.value.in_doubt, error.value.retryable) == (False, True)
     assert await count(engine) == 1
@@ -261,16 +251,15 @@ async def test_a_write_that_may_have_arrived_has_an_unknown_outcome(remote: Remo
     remote.transport.retry_for_s = 0.2
     wire.lost = {"/executions": 1000}
 
-    with pytest.raises(errors.StoreUnavailable) as error:
-        await remote.create(create_request(remote))
-    assert error.value.in_doubt
+    with unavailable(in_doubt=True):
+        await remote.create(create_request(remote.new_execution_id()))
 
 
 async def test_a_rate_limited_request_is_retried_after_the_delay_of_the_server(engine: Engine) -> None:
     wire = LossyTransport(create_app(engine, ServerSettings(rate_limit=2.0)))
     async with RemoteEngine("http://ff", transport=wire, retry_for_s=10) as remote:
         for _ in range(3):
-            await remote.create(create_request(remote))
+            await remote.create(create_request(remote.new_execution_id()))
     assert await count(engine) == 3
     assert len(wire.received) > 3
 
@@ -304,8 +293,7 @@ async def test_a_repeated_request_waits_for_the_first_and_an_error_is_not_stored
         return await known(execution_id, **fields)
 
     monkeypatch.setattr(engine, "cancel_execution", slow)
-    run = engine.new_execution_id()
-    await engine.create_execution(execution_id=run)
+    run = await new_execution(engine)
     async with RemoteEngine("http://ff", transport=LossyTransport(app)) as remote:
         path, body = f"/v1/executions/{run}/cancel", {"execution_id": run, "reason": ""}
         requests = [
@@ -369,7 +357,7 @@ async def test_a_claim_whose_reply_is_lost_is_returned_to_a_claim_with_other_arg
     remote: RemoteEngine, wire: LossyTransport, engine: Engine
 ) -> None:
     for _ in range(3):
-        await remote.create(create_request(remote))
+        await remote.create(create_request(remote.new_execution_id()))
     wire.lost = {"/claims": 1}
     with pytest.raises(errors.StoreUnavailable):
         await remote.claim_from_lanes(["default"], 2, **WORKER)

@@ -15,6 +15,7 @@ from flowfabric.stores.queries import Scan, Where
 from tests.console.sample import TOKEN, Sample
 from tests.console.test_pages import run_path
 from tests.console.visitor import Visitor, read
+from tests.executions import claim_one
 from tests.server.api_client import run_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -255,8 +256,7 @@ async def test_the_page_of_a_run_shows_its_key_and_life(sample: Sample, visitor:
         execution_kind="cart",
         idempotency_key="cart|cart-<7>",
     )
-    claimed = await sample.engine.claim("lives", worker_id="w", worker_instance_id="w-1")
-    assert claimed is not None
+    claimed = await claim_one(sample.engine, "lives")
     await sample.engine.continue_as_new(claimed.handle, b"[2]")
 
     page = (await visitor.get(f"/runs/{created.execution_id}")).text

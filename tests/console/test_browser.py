@@ -18,8 +18,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, ViewportSize, expect
 
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.types import CreateExecution
-from flowfabric.ids import FlowId, mint_for_flow, partition_of
+from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.bulk_operation import BulkState
 from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import ServerSettings, create_app
@@ -28,6 +27,7 @@ from tests.console.pictures import FOLDER as PICTURES
 from tests.console.pictures import take_pictures
 from tests.console.sample import TOKEN, Sample, sample_world
 from tests.console.test_pages import all_paths, run_path
+from tests.executions import create_request
 from tests.server.api_client import run_server
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.serial]
@@ -281,15 +281,7 @@ async def create_layered_flow(sample: Sample, nodes: int) -> str:
         for index in range(per_layer, nodes)
     ]
     asks = [
-        CreateExecution(
-            execution_id=execution_id,
-            partition=partition_of(execution_id),
-            namespace="default",
-            lane_id="graph",
-            execution_kind=f"task{chance.randrange(20)}",
-            input_payload=b"{}",
-        )
-        for execution_id in ids
+        create_request(name, "graph", execution_kind=f"task{chance.randrange(20)}", input_payload=b"{}") for name in ids
     ]
     await engine.create_flow_graph(flow_id, asks, edges)
     return flow_id
@@ -338,16 +330,10 @@ async def create_fan(sample: Sample, parts: int) -> str:
     engine = sample.engine
     flow_id = engine.minter.uuid()
     ids = [mint_for_flow(FlowId(flow_id), engine.partitions, engine.minter) for _ in range(parts + 1)]
+    kinds = ["whole"] + ["part"] * parts
     asks = [
-        CreateExecution(
-            execution_id=execution_id,
-            partition=partition_of(execution_id),
-            namespace="default",
-            lane_id="graph",
-            execution_kind="part" if index else "whole",
-            input_payload=b"{}",
-        )
-        for index, execution_id in enumerate(ids)
+        create_request(name, "graph", execution_kind=kind, input_payload=b"{}")
+        for name, kind in zip(ids, kinds, strict=True)
     ]
     await engine.create_flow_graph(flow_id, asks, [GraphEdge(ids[0], other) for other in ids[1:]])
     return flow_id

@@ -18,6 +18,7 @@ from tests.console.sample import HOSTILE, TOKEN, Sample
 from tests.console.test_access import logged_in
 from tests.console.test_pages import run_path
 from tests.console.visitor import Visitor, read
+from tests.executions import claim_one, new_execution
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,10 +29,7 @@ STRANGE = "a/b?c=1&d#e%2F <b>\"' {{7*7}}"  # as hostile as the name of a lane ma
 
 async def create_strange(engine: Engine) -> str:
     """Create a run whose names and tags are as hostile as the engine accepts."""
-    execution_id = engine.new_execution_id(STRANGE)
-    await engine.create_execution(
-        execution_id=execution_id, lane_id=STRANGE, execution_kind=STRANGE, input_payload=HOSTILE.encode()
-    )
+    execution_id = await new_execution(engine, STRANGE, execution_kind=STRANGE, input_payload=HOSTILE.encode())
     await engine.set_execution_tag(execution_id, "shop.note", HOSTILE)
     await engine.set_execution_tag(execution_id, "shop.link", "javascript:alert(1)")
     return execution_id
@@ -58,10 +56,8 @@ async def test_names_that_look_like_urls_or_markup_are_texts_and_their_links_wor
 
 async def test_a_failure_with_control_characters_and_braces_is_shown(sample: Sample, visitor: Visitor) -> None:
     reason = "before \x1b[31m after \u2066 {0} `ls` {{x}} %s \ud7ff"
-    execution_id = sample.engine.new_execution_id("hostile")
-    await sample.engine.create_execution(execution_id=execution_id, lane_id="hostile", execution_kind="fails")
-    claim = await sample.engine.claim("hostile", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
-    assert claim is not None
+    execution_id = await new_execution(sample.engine, "hostile", execution_kind="fails")
+    claim = await claim_one(sample.engine, "hostile", lease_ttl_ms=60_000)
     await sample.engine.fail(claim.handle, reason=reason, category="permanent")
     for path in (f"/runs/{execution_id}", "/runs?state=failed&lane=hostile", ""):
         text = (await visitor.get(path)).text
@@ -73,12 +69,10 @@ async def test_a_failure_with_control_characters_and_braces_is_shown(sample: Sam
 async def test_giant_payloads_and_much_output_are_cut_and_the_rest_can_be_reached(
     sample: Sample, visitor: Visitor
 ) -> None:
-    execution_id = sample.engine.new_execution_id("talk")
-    await sample.engine.create_execution(
-        execution_id=execution_id, lane_id="talk", execution_kind="talk", input_payload=b'"' + b"x" * LARGE + b'"'
+    execution_id = await new_execution(
+        sample.engine, "talk", execution_kind="talk", input_payload=b'"' + b"x" * LARGE + b'"'
     )
-    claim = await sample.engine.claim("talk", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
-    assert claim is not None
+    claim = await claim_one(sample.engine, "talk", lease_ttl_ms=60_000)
     for number in range(40):
         await sample.engine.append_frame(claim.handle, f"line {number}: ".encode() + b"y" * 20_000)
     await sample.engine.complete(claim.handle, result=b"z" * LARGE)

@@ -21,6 +21,7 @@ from flowfabric.server import ServerSettings, create_app
 from flowfabric.settings import Secret
 from tests.console.sample import TOKEN, Sample
 from tests.console.visitor import Visitor, read
+from tests.executions import claim_one, new_execution
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -96,8 +97,7 @@ async def test_every_page_is_also_json(sample: Sample, visitor: Visitor) -> None
 
 
 async def test_every_list_is_also_csv_and_no_cell_is_a_formula(sample: Sample, visitor: Visitor) -> None:
-    run = sample.engine.new_execution_id("=1+1")
-    await sample.engine.create_execution(execution_id=run, lane_id="=1+1", execution_kind='=HYPERLINK("http://x")')
+    run = await new_execution(sample.engine, "=1+1", execution_kind='=HYPERLINK("http://x")')
     for path, name in {"/runs": "runs", "/flows": "flows", "/events": "events", "/budgets": "budgets"}.items():
         answer = await visitor.get(f"{path}.csv")
         assert answer.headers["content-type"].startswith("text/csv")
@@ -353,10 +353,8 @@ async def test_the_pages_are_not_part_of_the_api_description(visitor: Visitor) -
 
 async def test_the_overview_names_the_tasks_of_held_runs(sample: Sample, visitor: Visitor) -> None:
     engine, lane = sample.engine, "held"
-    execution = engine.new_execution_id(lane)
-    await engine.create_execution(execution_id=execution, lane_id=lane)
-    claim = await engine.claim(lane, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
-    assert claim is not None
+    execution = await new_execution(engine, lane)
+    claim = await claim_one(engine, lane, lease_ttl_ms=60_000)
     hold = GateArgs(name="hold:s#0.0", kind=GateKind.MAILBOX, mailbox="ff.hold", task="<order>", version="2")
     await engine.open_gates_and_park(claim.handle, (hold,))
 

@@ -12,13 +12,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from flowfabric import CreateExecution, Engine, FabricError, Handle
+from flowfabric import Engine, FabricError, Handle
 from flowfabric.clock import ManualClock
 from flowfabric.engine.operations.flows import GraphEdge
-from flowfabric.engine.types import ByName, FreshWaitpoint, Single, SuspendArgs
+from flowfabric.engine.types import ByName, Single
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.memory.store import MemoryStore
+from tests.executions import create_request, suspend_args
 from tests.postgres_install import ROOT
 
 PAGE = ROOT / "docs" / "concepts.md"
@@ -76,10 +77,7 @@ async def submit_with_delay(life: Life) -> None:
 async def submit_in_a_flow(life: Life) -> None:
     engine, flow = life.engine, FlowId(life.engine.minter.uuid())
     life.upstream, life.id = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(2))
-    nodes = [
-        CreateExecution(execution_id=one, partition=0, namespace="default", lane_id=lane, execution_kind="task")
-        for one, lane in ((life.upstream, "upstream"), (life.id, "default"))
-    ]
+    nodes = [create_request(one, lane) for one, lane in ((life.upstream, "upstream"), (life.id, "default"))]
     await engine.create_flow_graph(flow, nodes, [GraphEdge(life.upstream, life.id)])
 
 
@@ -91,18 +89,8 @@ async def claim(life: Life) -> None:
 
 
 async def suspend(life: Life) -> None:
-    engine = life.engine
-    await engine.suspend(
-        life.held,
-        SuspendArgs(
-            suspension_id=engine.minter.uuid(),
-            waitpoints=(FreshWaitpoint(engine.minter.uuid(), "go"),),
-            resume_condition=Single("go", ByName("go")),
-            reason_code="waiting_for_signal",
-            timeout_at=life.clock() + HOUR_MS,
-            now=life.clock(),
-        ),
-    )
+    now, condition = life.clock(), Single("go", ByName("go"))
+    await life.engine.suspend(life.held, suspend_args(now, condition, key="go", timeout_at=now + HOUR_MS))
 
 
 async def signal(life: Life) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from flowfabric import CreateExecution
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
@@ -15,6 +14,7 @@ from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read, Scan
 from flowfabric.testing.flaky_store import FlakyStore
+from tests.executions import create_request
 
 LANE = "default"
 FIRST_OF_ALL = {"kind": "quorum", "k": 1, "on_satisfied": "cancel_remaining"}
@@ -32,12 +32,7 @@ class FlowHarness:
 
     async def graph(self, nodes: list[str], edges: list[tuple[str, str]], **given: Any) -> None:
         self.names = {name: mint_for_flow(self.flow, self.engine.partitions, self.engine.minter) for name in nodes}
-        asks = [
-            CreateExecution(
-                execution_id=execution, partition=0, namespace="default", lane_id=LANE, execution_kind="task"
-            )
-            for execution in self.names.values()
-        ]
+        asks = [create_request(execution, LANE) for execution in self.names.values()]
         policies = {self.names[name]: policy for name, policy in given.pop("policies", {}).items()}
         pairs = [GraphEdge(self.names[one], self.names[other], **given) for one, other in edges]
         await self.engine.create_flow_graph(self.flow, asks, pairs, policies=policies)

@@ -27,10 +27,9 @@ from flowfabric.model.flow import (
     PendingMemberCancel,
     PendingSiblingCancel,
 )
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.flow.views import FlowSnapshot
-from flowfabric.rules.suspension.arguments import FreshWaitpoint, SuspendArgs
 from flowfabric.stores.queries import Read
+from tests.executions import create_request, suspend_args
 from tests.scenarios.waits import ANY
 
 ALL_OF = {"kind": "all_of"}
@@ -78,14 +77,7 @@ class FlowEnv:
         for name in namespaces:
             self.names.setdefault(name, self.new_id())
         nodes = [
-            CreateExecution(
-                execution_id=self.names[name],
-                partition=0,
-                namespace=namespace,
-                lane_id="default",
-                execution_kind="task",
-                policy='{"retry_policy": {"max_retries": 0}}',
-            )
+            create_request(self.names[name], namespace=namespace, policy='{"retry_policy": {"max_retries": 0}}')
             for name, namespace in namespaces.items()
         ]
         edges = [GraphEdge(self.names[pair[0]], self.names[pair[1]]) for pair in pairs]
@@ -167,15 +159,8 @@ class FlowEnv:
 
     async def suspend(self, name: str) -> None:
         """Claim a member and suspend it until a signal arrives."""
-        minter = self.engine.minter
-        args = SuspendArgs(
-            suspension_id=minter.uuid(),
-            waitpoints=(FreshWaitpoint(minter.uuid(), "k"),),
-            resume_condition=ANY,
-            reason_code="waiting_for_signal",
-            now=self.clock.now,
-        )
-        assert isinstance(await self.engine.suspend((await self.claim(name)).handle, args), Suspended)
+        claim, args = await self.claim(name), suspend_args(self.clock.now, ANY)
+        assert isinstance(await self.engine.suspend(claim.handle, args), Suspended)
 
     async def succeed(self, *names: str, result: bytes | None = None) -> None:
         for name in names:

@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric import Context, Fabric, Fatal, Retry, RunFailed
 from flowfabric.testing.world import World
+from tests.executions import claim_one
 from tests.sdk.conftest import running_worker
 
 
@@ -117,8 +118,7 @@ async def test_a_run_that_failed_without_an_exception_has_its_reason_as_text() -
         run = await app.tasks["fail"].options(delay="1h").submit("declined")
         await world.kill(world._workers[0][0])
         await world.advance("2h")
-        claimed = await world.engine.claim("default", worker_id="w", worker_instance_id="w")
-        assert claimed is not None
+        claimed = await claim_one(world.engine, worker_instance_id="w")
         await world.engine.fail(claimed.handle, reason="by hand", category="permanent")
         with pytest.raises(RunFailed) as caught:
             await run.result()

@@ -20,6 +20,7 @@ from flowfabric.model.security.api_token import ApiScope
 from flowfabric.server import App, ServerSettings, create_app
 from flowfabric.server.lifecycle import Server
 from flowfabric.settings import Secret
+from tests.executions import claim_one
 
 SECRET = "00112233445566778899aabbccddeeff" * 2
 ROOT_TOKEN = "s3cret"
@@ -56,6 +57,10 @@ def why_refused(response: httpx2.Response) -> str:
     return str(msgspec.json.decode(response.headers["x-ff-error"])["detail"])
 
 
+def _status_and_json(response: httpx2.Response) -> tuple[int, Any]:
+    return response.status_code, response.json()
+
+
 class ApiClient:
     """A client of one server, which runs in this process."""
 
@@ -89,6 +94,13 @@ class ApiClient:
     async def put(self, url: str, body: Any = None, **options: Any) -> httpx2.Response:
         return await self("PUT", url, body, **options)
 
+    async def get_json(self, url: str, **options: Any) -> tuple[int, Any]:
+        """Send a GET; return the status and the decoded body of the answer."""
+        return _status_and_json(await self.get(url, **options))
+
+    async def post_json(self, url: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+        return _status_and_json(await self.post(url, body, **options))
+
     # -- executions -------------------------------------------------------------------------------------------------
 
     def create_body(self, execution_id: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -114,9 +126,7 @@ class ApiClient:
     async def create_claimed(self, **fields: Any) -> Claimed:
         """Create an execution and claim it on the engine, so that its handle is not signed."""
         await self.create(**fields)
-        claimed = await self.engine.claim("L", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
-        return claimed
+        return await claim_one(self.engine, "L")
 
     async def create_completed(self, result: bytes | None = None, **fields: Any) -> str:
         held = await self.create_claimed(**fields)

@@ -381,9 +381,7 @@ async def test_a_slow_request_times_out_if_a_timeout_is_set(engine: Engine, monk
         await asyncio.Event().wait()
 
     monkeypatch.setattr(engine, "list_lanes", never)
-    answer = await api_with_timeout.get("/v1/lanes")
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api_with_timeout.get_json("/v1/lanes") == (
         504,
         {"error": "timeout: request", "kind": "timeout", "retryable": False},
     )

@@ -33,9 +33,7 @@ async def test_health_check(api: ApiClient) -> None:
 
 @pytest.mark.spec("R02")
 async def test_the_health_check_needs_no_token(guarded: ApiClient) -> None:
-    answer = await guarded.get("/healthz")
-
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert await guarded.get_json("/healthz") == (200, {"status": "ok"})
 
 
 @pytest.mark.spec("R03")
@@ -46,8 +44,7 @@ async def test_a_request_needs_a_valid_token(guarded: ApiClient) -> None:
         assert refused.json() == {"error": "missing or invalid Authorization header"}
         assert "www-authenticate" not in refused.headers
 
-    allowed = await guarded.get(LIST, headers=bearer("s3cret"))
-    assert (allowed.status_code, allowed.json()) == (200, {"executions": [], "next_cursor": None})
+    assert await guarded.get_json(LIST, headers=bearer("s3cret")) == (200, {"executions": [], "next_cursor": None})
 
 
 @pytest.mark.spec("R04")
@@ -116,9 +113,7 @@ async def test_metrics_have_no_token_no_cors_and_are_not_counted(engine: Engine)
 @pytest.mark.spec("R09")
 async def test_a_missing_required_field_is_unprocessable(api: ApiClient) -> None:
     flow = {"flow_id": "550e8400-e29b-41d4-a716-446655440000", "namespace": "ns", "now": 1}
-    answer = await api.post("/v1/flows", flow)
-
-    assert (answer.status_code, answer.json()) == (422, {"error": "invalid JSON: Unprocessable Entity"})
+    assert await api.post_json("/v1/flows", flow) == (422, {"error": "invalid JSON: Unprocessable Entity"})
 
 
 @pytest.mark.spec("R10")
@@ -128,14 +123,14 @@ async def test_a_cancel_body_above_the_limit_is_refused(api: ApiClient) -> None:
     accepted = refused[:-1]
     headers = {"content-type": "application/json"}
 
-    answer = await api.post(path(execution_id, "cancel"), content=refused, headers=headers)
-
-    assert answer.status_code == 413
-    assert answer.json() == {
-        "error": "payload_too_large",
-        "limit_bytes": 65_536,
-        "route": "/v1/executions/{id}/cancel",
-    }
+    assert await api.post_json(path(execution_id, "cancel"), content=refused, headers=headers) == (
+        413,
+        {
+            "error": "payload_too_large",
+            "limit_bytes": 65_536,
+            "route": "/v1/executions/{id}/cancel",
+        },
+    )
     assert await api.state(execution_id) == "waiting"
     assert (await api.post(path(execution_id, "cancel"), content=accepted, headers=headers)).status_code == 200
 

@@ -12,8 +12,8 @@ import msgspec
 
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution, IdempotencyKey
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.testing.invariants import scan_all
+from tests.executions import create_request
 from tests.stateful import choices as some
 from tests.stateful.players import Held
 from tests.stateful.predicates import (
@@ -99,15 +99,7 @@ class Lives(Table):
         if self.is_crowded():
             return
         asks = [
-            CreateExecution(
-                execution_id=self.new_id(lane),
-                partition=0,
-                namespace="n1",
-                lane_id=lane,
-                execution_kind="task",
-                priority=number,
-                idempotency_key=keys[number],
-            )
+            create_request(self.new_id(lane), lane, namespace="n1", priority=number, idempotency_key=keys[number])
             for number in range(count)
         ]
         self.do("create_executions", seat=seat, asks=[*asks, asks[0]])

@@ -46,6 +46,7 @@ class Agreement(Lives):
     """Several stores at once."""
 
     database: str
+    player: type[Player] = Player
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory()
@@ -63,7 +64,7 @@ class Agreement(Lives):
         ]
         for store in stores:
             await store.open(migrate=True)
-        players = [Player(store, self.clock) for store in stores]
+        players = [self.player(store, self.clock) for store in stores]
         for player in players:
             await player.begin()
         return players

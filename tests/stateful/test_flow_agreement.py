@@ -5,7 +5,6 @@ Dispatch is disabled, as if every process died right after each commit; cascades
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,7 @@ from flowfabric.engine.operations.flows import WaitIndefinite
 from flowfabric.ids import FlowId, PartitionCounts, SeededMinter, flow_partition
 from flowfabric.model.execution import Execution
 from flowfabric.settings import Settings
-from flowfabric.stores.memory.store import MemoryStore
-from flowfabric.stores.postgres import PostgresStore
-from flowfabric.stores.sqlite import SQLiteStore
-from flowfabric.stores.valkey.address import parse_url
-from flowfabric.stores.valkey.store import ValkeyStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
-from tests.conftest import emptied, emptied_valkey
 from tests.stateful import choices as some
 from tests.stateful.players import Player
 from tests.stateful.predicates import is_active, is_over
@@ -90,24 +83,11 @@ class FlowPlayer(Player):
 class FlowAgreement(Agreement):
     """Several stores at once, with flows."""
 
+    player = FlowPlayer
+
     def __init__(self) -> None:
         self.edges: list[tuple[str, str, str, str]] = []
         super().__init__()
-
-    async def open(self) -> list[Player]:
-        await emptied(self.database)
-        stores = (
-            MemoryStore(self.clock),
-            SQLiteStore(Path(self._folder.name) / "ff.db", self.clock),
-            PostgresStore(self.database, self.clock),
-            ValkeyStore(parse_url(emptied_valkey()), self.clock),
-        )
-        for store in stores:
-            await store.open(migrate=True)
-        players: list[Player] = [FlowPlayer(store, self.clock) for store in stores]
-        for player in players:
-            await player.begin()
-        return players
 
     async def _compare(self) -> None:
         await super()._compare()

@@ -24,15 +24,14 @@ from flowfabric.model.states import (
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.testing.invariants import InvariantBroken, InvariantChecker, check_invariants
+from tests.executions import claim_one
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
 
 
 async def claimed(engine: Engine, **asked: Any) -> Claimed:
     await engine.create_execution(execution_id=engine.new_execution_id(), **asked)
-    held = await engine.claim("default", worker_id="wa", worker_instance_id="wa-1")
-    assert held is not None
-    return held
+    return await claim_one(engine, worker_id="wa", worker_instance_id="wa-1")
 
 
 async def damage(engine: Engine, execution_id: str, **fields: Any) -> None:
@@ -72,8 +71,7 @@ async def test_a_long_sequence_violates_no_invariant(store: Store, clock: Manual
     await engine.issue_grant_and_claim(first.execution_id, lane_id="default", lease_duration_ms=100)
     clock.advance_ms(100)
     await watch.check()
-    second = await engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
-    assert second is not None
+    second = await claim_one(engine, worker_id="wb", worker_instance_id="wb-1")
     await watch.check()
     await engine.delay(second.handle, delay_until=clock.now)
     await watch.check()
@@ -200,8 +198,7 @@ async def test_a_later_life_keeps_its_place_and_counts_its_own_retries(fields: d
         await engine.fail(held.handle, reason="flaky")
         await watch.check()
         await engine.sweep_once("delayed_promoter")
-        held = await engine.claim("default", worker_id="wa", worker_instance_id="wa-1")
-        assert held is not None
+        held = await claim_one(engine, worker_id="wa", worker_instance_id="wa-1")
         if held.life == 0:
             clock.advance_ms(50)
             await engine.continue_as_new(held.handle, b"2")

@@ -11,6 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Created, Duplicate, ReclaimGrant
 from flowfabric.model.states import PublicState
 from flowfabric.stores.port import Store
+from tests.executions import claim_one
 from tests.stateful.players import Player
 
 A: dict[str, Any] = {"worker_id": "wa", "worker_instance_id": "wa-1"}
@@ -105,8 +106,7 @@ async def test_work_that_outlasts_its_first_lease_continues_as_long_as_it_is_ren
 ) -> None:
     engine, other = engines
     execution_id = await create(engine)
-    held = await engine.claim("default", **A, lease_ttl_ms=1000)
-    assert held is not None
+    held = await claim_one(engine, **A, lease_ttl_ms=1000)
     for number in range(5):
         clock.advance_ms(900)
         await (engine if number % 2 else other).renew(held.handle)

@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+from tests.executions import new_execution
+
 REAL = time.time_ns
 SHIFT = {"ms": int(sys.argv[2])}
 time.time_ns = lambda: REAL() + SHIFT["ms"] * 1_000_000
@@ -32,10 +34,7 @@ async def main() -> None:
                 case ["now"]:
                     answer = await engine.ping()
                 case ["create"]:
-                    answer = engine.new_execution_id("jobs")
-                    await engine.create_execution(
-                        execution_id=answer, lane_id="jobs", execution_kind="job", input_payload=b"", policy={}
-                    )
+                    answer = await new_execution(engine, "jobs", execution_kind="job", input_payload=b"", policy={})
                 case ["claim", ttl]:
                     await engine.sweep_once("lease_expiry")
                     await engine.sweep_once("delayed_promoter")

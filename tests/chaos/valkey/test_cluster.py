@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -24,9 +23,12 @@ from flowfabric.stores.valkey.feed import FROM
 from flowfabric.stores.valkey.slots import slot_of
 from flowfabric.stores.valkey.store import ValkeyStore
 from flowfabric.testing.invariants import scan_all
+from tests import valkey_cluster
 from tests.chaos.valkey.load import LANES, TTL_MS, check_rows, check_that_nothing_was_lost, drain, reported, under_load
-from tests.processes import wait_for
-from tests.valkey_servers import ReplyFault, ValkeyNode, ValkeyServers, leave, valkey_cluster
+from tests.executions import claim_one
+from tests.stores.unavailable import unavailable
+from tests.valkey_cluster import is_primary, replica_of, until, until_it_takes_over
+from tests.valkey_servers import ReplyFault, ValkeyNode, ValkeyServers
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(180)]
 
@@ -36,22 +38,12 @@ SETTINGS = Settings(deadlines=Deadlines(connect_s=1, command_s=8), poll_ms=200)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ValkeyServers]:
-    servers = valkey_cluster(f"chaos-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    yield servers
-    leave(servers)
+    yield from valkey_cluster.own_cluster("chaos")
 
 
 @pytest.fixture
 def servers(cluster: ValkeyServers) -> Iterator[ValkeyServers]:
-    """A healthy cluster without keys; what a test has killed or paused is repaired afterwards."""
-    cluster.empty(0)
-    yield cluster
-    for node in cluster.nodes:
-        if node.is_running():
-            node.resume()
-            node.reconnect(node)
-        node.start()
-    cluster.wait_until_healthy()
+    yield from valkey_cluster.healthy(cluster)
 
 
 @asynccontextmanager
@@ -67,29 +59,8 @@ def tag_of(engine: Engine, lane: str) -> str:
 
 
 def primary_of(servers: ValkeyServers, engine: Engine, tag: str) -> ValkeyNode:
-    store = engine.store
-    assert isinstance(store, ValkeyStore)
-    port = store.client.node_for(tag).location[1]
-    return next(node for node in servers.nodes if node.port == port)
-
-
-def replica_of(servers: ValkeyServers, primary: ValkeyNode) -> ValkeyNode:
-    roles = [(node, node.execute("ROLE")) for node in servers.nodes if node is not primary]
-    return next(node for node, role in roles if role[0] == "slave" and role[2] == primary.port)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    await asyncio.to_thread(wait_for, condition, what, 30)
-
-
-def is_primary(node: ValkeyNode) -> bool:
-    role: str = node.execute("ROLE")[0]
-    return role == "master"
-
-
-def serves(node: ValkeyNode, slot: int) -> bool:
-    rows = node.execute("CLUSTER", "SLOTS")
-    return any(first <= slot <= last and primary[1] == node.port for first, last, primary, *_ in rows)
+    assert isinstance(engine.store, ValkeyStore)
+    return valkey_cluster.primary_of(servers, engine.store.client, tag)
 
 
 async def test_with_wait_the_death_of_a_primary_loses_nothing_that_was_acknowledged(servers: ValkeyServers) -> None:
@@ -98,7 +69,7 @@ async def test_with_wait_the_death_of_a_primary_loses_nothing_that_was_acknowled
             primary = primary_of(servers, one, tag_of(one, LANES[0]))
             replica = replica_of(servers, primary)
             await asyncio.to_thread(primary.kill)
-            await until(lambda: is_primary(replica), "the replica to take over")
+            await until_it_takes_over(replica)
             await asyncio.to_thread(primary.start)  # as its replica
 
         await check_that_nothing_was_lost(one, load)
@@ -122,7 +93,7 @@ async def test_without_wait_a_failover_loses_what_its_replica_had_not_and_nothin
                 await asyncio.sleep(0)
             before, completed_before = load.acknowledged(), set(load.completed)
             replica.resume()
-            await until(lambda: is_primary(replica), "the replica to take over")
+            await until_it_takes_over(replica)
         await drain(one)
 
         rows: list[Execution] = await scan_all(one.store, Execution)
@@ -169,7 +140,7 @@ async def failover_without_the_last_writes(primary: ValkeyNode, replica: ValkeyN
     yield
     await asyncio.to_thread(primary.kill)
     replica.resume()
-    await until(lambda: is_primary(replica), "the replica to take over")
+    await until_it_takes_over(replica)
 
 
 async def test_what_a_failover_lost_is_done_again_and_only_by_its_second_holder(servers: ValkeyServers) -> None:
@@ -182,8 +153,7 @@ async def test_what_a_failover_lost_is_done_again_and_only_by_its_second_holder(
         primary = primary_of(servers, one, ended)
         async with failover_without_the_last_writes(primary, replica_of(servers, primary)):
             await one.complete(held.handle, result=b"first")
-            lost = await one.claim("mail", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=60_000)
-            assert lost is not None
+            lost = await claim_one(one, "mail", lease_ttl_ms=60_000)
         again: dict[str, Claimed] = {}
         async with asyncio.timeout(30):
             while len(again) < 2:
@@ -211,9 +181,8 @@ async def test_with_wait_a_write_without_a_copy_is_not_acknowledged_and_found_mi
         await one.create_execution(execution_id=kept, lane_id="mail")
         primary = primary_of(servers, one, name)
         async with failover_without_the_last_writes(primary, replica_of(servers, primary)):
-            with pytest.raises(StoreUnavailable) as caught:
+            with unavailable(in_doubt=True):
                 await one.create_execution(execution_id=name, lane_id="mail")
-            assert caught.value.in_doubt
         await asyncio.to_thread(primary.start)  # without a second copy nothing is confirmed
         await until(lambda: not is_primary(primary), "the old primary to follow")
 
@@ -289,7 +258,7 @@ async def test_a_manual_failover_loses_nothing(servers: ValkeyServers) -> None:
         async with under_load(one, other) as load:
             replica = replica_of(servers, primary_of(servers, one, tag_of(one, LANES[0])))
             replica.execute("CLUSTER", "FAILOVER")
-            await until(lambda: is_primary(replica), "the replica to take over")
+            await until_it_takes_over(replica)
 
         await check_that_nothing_was_lost(one, load)
 
@@ -300,16 +269,11 @@ async def test_slots_that_are_moved_to_a_new_node_without_functions_lose_nothing
             source = primary_of(servers, one, tag_of(one, LANES[0]))
             lanes = [lane for lane in LANES if primary_of(servers, one, tag_of(one, lane)) is source]
             slots = sorted({slot_of(tag_of(one, lane)) for lane in lanes})
-            ranges = [bound for slot in slots for bound in (slot, slot)]
             joined = await asyncio.to_thread(servers.add_node)
             joined.execute("FUNCTION", "FLUSH", "SYNC")
-            joined_id = joined.execute("CLUSTER", "MYID")
-            source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", *ranges, "NODE", joined_id)
-            await until(lambda: all(serves(joined, slot) for slot in slots), "the slots to be moved")
+            await valkey_cluster.move_slots(source, joined, *slots)
             await load.wait_for_more(10)
-            source_id = source.execute("CLUSTER", "MYID")
-            joined.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", *ranges, "NODE", source_id)
-            await until(lambda: all(serves(source, slot) for slot in slots), "the slots to be back")
+            await valkey_cluster.move_slots(joined, source, *slots)
 
         await check_that_nothing_was_lost(one, load)
         await asyncio.to_thread(servers.remove_node, joined)
@@ -329,13 +293,10 @@ async def test_a_slot_that_is_moved_key_by_key_loses_nothing(servers: ValkeyServ
 
 
 def move_key_by_key(source: ValkeyNode, target: ValkeyNode, slot: int) -> None:
-    source_id, target_id = source.execute("CLUSTER", "MYID"), target.execute("CLUSTER", "MYID")
-    target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
-    source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+    valkey_cluster.begin_moving_keys(source, target, slot)
     while keys := source.execute("CLUSTER", "GETKEYSINSLOT", slot, 1):
-        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
-    for node in (target, source):
-        node.execute("CLUSTER", "SETSLOT", slot, "NODE", target_id)
+        valkey_cluster.move_keys(source, target, *keys)
+    valkey_cluster.assign_slot(slot, target, source)
 
 
 async def test_a_paused_primary_that_comes_back_after_its_failover_is_refused(servers: ValkeyServers) -> None:
@@ -344,7 +305,7 @@ async def test_a_paused_primary_that_comes_back_after_its_failover_is_refused(se
             primary = primary_of(servers, one, tag_of(one, LANES[0]))
             replica = replica_of(servers, primary)
             primary.pause()
-            await until(lambda: is_primary(replica), "the replica to take over")
+            await until_it_takes_over(replica)
             primary.resume()
             await until(lambda: not is_primary(primary), "the old primary to become a replica")
 
@@ -360,7 +321,7 @@ async def test_a_primary_that_is_cut_off_from_the_other_nodes_acknowledges_nothi
             primary = primary_of(servers, one, tag)
             replica = replica_of(servers, primary)
             primary.cut_off(replica)
-            await until(lambda: is_primary(replica), "the replica to take over")
+            await until_it_takes_over(replica)
             await until(lambda: primary_of(servers, one, tag) is replica, "the client to follow")
             assert is_primary(primary)
             with pytest.raises(ReplyFault, match="CLUSTERDOWN"):

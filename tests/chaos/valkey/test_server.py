@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,8 +13,8 @@ from flowfabric.engine.engine import Engine
 from flowfabric.settings import Deadlines, Settings
 from tests.blackhole import black_hole
 from tests.chaos.valkey.load import check_that_nothing_was_lost, under_load
-from tests.processes import wait_for
-from tests.valkey_servers import ValkeyNode, leave, valkey
+from tests.valkey_cluster import own_server, until
+from tests.valkey_servers import ValkeyNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -25,9 +24,7 @@ SETTINGS = Settings(deadlines=Deadlines(connect_s=1, command_s=3), poll_ms=200)
 @pytest.fixture
 def node() -> Iterator[ValkeyNode]:
     """A server that a test may kill."""
-    servers = valkey(f"chaos-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    yield servers.nodes[0]
-    leave(servers)
+    yield from own_server("chaos")
 
 
 @asynccontextmanager
@@ -36,10 +33,6 @@ async def engines(port: int, options: str = "") -> AsyncIterator[tuple[Engine, E
     url = f"valkey://127.0.0.1:{port}/0{options}"
     async with await open_engine(url, settings=SETTINGS) as one, await open_engine(url, settings=SETTINGS) as other:
         yield one, other
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    await asyncio.to_thread(wait_for, condition, what, 30)
 
 
 async def test_a_death_during_a_run_loses_nothing_that_was_acknowledged(node: ValkeyNode) -> None:

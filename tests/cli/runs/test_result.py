@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from flowfabric import Engine
 from tests.cli.terminal import Terminal
 
 
@@ -16,24 +14,10 @@ def ff(ff_or_server: Terminal) -> Terminal:
     return ff_or_server
 
 
-def end_execution(ff: Terminal, **options: Any) -> None:
-    """Claim the only waiting execution, and complete or fail it."""
-
-    async def end(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
-        if "result" in options:
-            await engine.complete(claimed.handle, **options)
-        else:
-            await engine.fail(claimed.handle, category="permanent", **options)
-
-    ff.engine(end)
-
-
 @pytest.mark.parametrize("result", [b'{"ok":true}', b"\xff\x00", b""])
 def test_the_result_is_printed_as_bytes(ff: Terminal, result: bytes) -> None:
     execution = ff.submit()
-    end_execution(ff, result=result)
+    ff.end_one(result=result)
 
     answer = ff.run("result", execution)
 
@@ -42,7 +26,7 @@ def test_the_result_is_printed_as_bytes(ff: Terminal, result: bytes) -> None:
 
 def test_the_json_document_contains_the_outcome(ff: Terminal) -> None:
     execution = ff.submit()
-    end_execution(ff, result=b"42")
+    ff.end_one(result=b"42")
 
     assert ff.document("result", execution) == {
         "execution_id": execution,
@@ -55,7 +39,7 @@ def test_the_json_document_contains_the_outcome(ff: Terminal) -> None:
 
 def test_a_failed_and_a_cancelled_execution_have_different_exit_codes(ff: Terminal) -> None:
     failed = ff.submit()
-    end_execution(ff, reason="no luck")
+    ff.end_one(reason="no luck")
     cancelled = ff.submit()
     ff.stdout("cancel", cancelled, "--reason", "not needed")
 
@@ -79,7 +63,7 @@ def test_an_execution_that_has_not_ended_is_reported_with_the_reason(ff: Termina
 def test_wait_blocks_until_the_execution_ends(ff: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.cli.commands.results.POLL_MS", 50)
     execution = ff.submit()
-    answer = ff.run_until_explained(monkeypatch, lambda: end_execution(ff, result=b"42"), "result", execution, "--wait")
+    answer = ff.run_until_explained(monkeypatch, lambda: ff.end_one(result=b"42"), "result", execution, "--wait")
 
     assert (answer.exit_code, answer.stdout) == (0, "42")
     assert answer.stderr.startswith("· No live worker serves lane default")
@@ -89,7 +73,7 @@ def test_type_and_text_of_the_failure_are_printed(ff: Terminal) -> None:
     execution = ff.submit()
     error = {"type": "shop.Declined", "text": "card 4242", "category": "Declined"}
     reason = 'Declined: card 4242\n  File "shop.py", line 3, in pay'
-    end_execution(ff, reason=reason, failure=json.dumps(error).encode())
+    ff.end_one(reason=reason, failure=json.dumps(error).encode())
 
     assert ff.run("result", execution).stderr == (
         f'ff: {execution} failed: shop.Declined: card 4242\n  File "shop.py", line 3, in pay\n'

@@ -12,6 +12,7 @@ from flowfabric.engine.types import GateArgs
 from flowfabric.model.gate import GateKind, StepState
 from flowfabric.sdk.serialization.failures import encode_failure
 from tests.cli.terminal import Terminal
+from tests.executions import claim_one
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def test_show_prints_input_and_operations_in_their_order(ff: Terminal) -> None:
     execution = ff.submit("--payload", '{"card": "4242"}')
 
     async def work(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine)
         handle = claimed.handle
         tries = json.dumps({"count": 3, "of": 5, "next_at": 1_700_000_000_000, "last": "503"}).encode()
         await engine.record_step(handle, "zip", 0, b'"zipped"', number=1)
@@ -68,8 +68,7 @@ def test_a_run_is_found_by_task_and_key_and_shows_its_key_and_life(ff: Terminal)
     assert "cart has no run under 'cart-8'" in ff.refuses("find", "cart", "cart-8")
 
     async def go_on(engine: Engine) -> None:
-        claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine)
         await engine.continue_as_new(claimed.handle, b"[2]")
 
     ff.engine(go_on)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flowfabric.cli.commands.dev import DevProcesses
+from tests.processes import free_port
 
 APP = """
 from flowfabric import Context, Fabric
@@ -28,12 +28,6 @@ async def link(ctx: Context) -> str:
     return str((await ctx.approval("go", bool)).links[0])
 """
 FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def ff(folder: Path, *words: str) -> str:

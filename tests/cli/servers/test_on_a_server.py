@@ -15,6 +15,7 @@ from flowfabric.server import ServerSettings
 from flowfabric.settings import Secret
 from tests.cli.terminal import Terminal
 from tests.client.server_thread import ServerThread, run_server
+from tests.executions import claim_one
 from tests.sdk.conftest import running_worker, wait_until
 
 ROOT = "a-long-secret-that-nobody-guesses"
@@ -48,8 +49,7 @@ def test_executions_are_submitted_listed_shown_cancelled_and_replayed(ff: Termin
     assert "is waiting" in ff.stdout("replay", execution_id)
 
     async def complete(engine: Engine) -> None:
-        held = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-        assert held is not None
+        held = await claim_one(engine)
         await engine.append_frame(held.handle, b"out", frame_type="log")
         await engine.complete(held.handle, result=b"\xff\x00")
 

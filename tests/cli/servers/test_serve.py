@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.server_thread import free_port
+from tests.processes import free_port
 
 FF = [sys.executable, "-c", "from flowfabric.cli import main; main()", "serve"]
 

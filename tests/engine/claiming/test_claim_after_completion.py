@@ -16,10 +16,10 @@ from flowfabric.engine.operations.flows import GraphEdge
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.execution import Claimed, Completed
 from flowfabric.model.change import Change
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest, CommitAndClaimResult
 from flowfabric.stores.port import Store
 from flowfabric.stores.verdicts import Verdict
+from tests.executions import create_request
 
 LANE = "mail"
 CHAINS = 3
@@ -75,10 +75,7 @@ def engine_without_polling(store: Any, *, seed: int) -> Engine:
 async def create_chain(engine: Engine, steps: int, *, ref: str | None = None, **given: Any) -> list[str]:
     flow_id = FlowId(str(UUID(engine.minter.uuid())))
     names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(steps)]
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id=LANE, execution_kind="k", **given)
-        for name in names
-    ]
+    nodes = [create_request(name, LANE, **given) for name in names]
     edges = [GraphEdge(*pair, data_passing_ref=ref) for pair in pairwise(names)]
     await engine.create_flow_graph(flow_id, nodes, edges, namespace="n")
     return list(names)

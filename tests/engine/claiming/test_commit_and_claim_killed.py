@@ -17,6 +17,7 @@ from flowfabric.model.states import AttemptType
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from tests.conftest import emptied
 from tests.engine.claiming.test_claim_after_completion import LANE, create_chain
+from tests.executions import claim_one
 
 TTL_MS = 1500
 SURVIVOR: dict[str, Any] = {
@@ -62,13 +63,11 @@ async def test_another_worker_claims_the_step_of_a_killed_worker(
             assert await read_line(process) == ["got", second]
             process.kill()
 
-        taken_over = await engine.claim(LANE, **SURVIVOR)
-        assert taken_over is not None
+        taken_over = await claim_one(engine, LANE, **SURVIVOR)
         assert (taken_over.execution_id, taken_over.lease_epoch, taken_over.attempt_index) == (second, 2, 1)
         assert taken_over.attempt_type is AttemptType.RECLAIM
         await engine.complete(taken_over.handle)
-        last = await engine.claim(LANE, **SURVIVOR)
-        assert last is not None
+        last = await claim_one(engine, LANE, **SURVIVOR)
         assert (last.execution_id, last.lease_epoch, last.attempt_index) == (third, 1, 0)
         await engine.complete(last.handle)
 

@@ -13,6 +13,7 @@ from flowfabric.ids import SeededMinter
 from flowfabric.stores.claims import ClaimedRows, ClaimRequest
 from flowfabric.stores.port import Store
 from flowfabric.testing.flaky_store import FlakyStore, Loss
+from tests.executions import claim_one, new_execution
 
 LEASE_MS = 60_000
 W: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": LEASE_MS}
@@ -49,8 +50,7 @@ async def test_an_execution_claimed_by_a_late_request_is_claimable_again_soon(st
     await engine.create_execution(execution_id=first, priority=9)
     await engine.claim("idle", **W)  # Register the queue first, so that the claim below has nothing to load.
     late.gate = asyncio.Event()
-    got = await engine.claim("default", **W)
-    assert got is not None
+    got = await claim_one(engine, **W)
     assert got.execution_id == first
     await engine.create_execution(execution_id=second)
 
@@ -70,8 +70,7 @@ async def test_an_execution_claimed_by_a_late_request_is_claimable_again_soon(st
 async def test_an_execution_claimed_by_a_cancelled_claim_is_claimable_again_soon(store: Store) -> None:
     flaky = FlakyStore(store)
     engine, other = Engine(flaky, minter=SeededMinter(1)), Engine(store, minter=SeededMinter(2))
-    e = engine.new_execution_id()
-    await engine.create_execution(execution_id=e)
+    e = await new_execution(engine)
     answered = flaky.stop_after("take")
     claiming = asyncio.create_task(engine.claim("default", **W))
     await answered.reached()
@@ -88,12 +87,9 @@ async def test_an_execution_claimed_by_a_cancelled_claim_is_claimable_again_soon
 async def test_an_execution_that_reached_its_caller_is_not_released(store: Store) -> None:
     flaky = FlakyStore(store)
     engine = Engine(flaky, minter=SeededMinter(1))
-    e = engine.new_execution_id()
-    await engine.create_execution(execution_id=e)
+    await new_execution(engine)
 
     flaky.lose("take", Loss.REPLY)
-    got = await engine.claim("default", **W)
-
-    assert got is not None
+    got = await claim_one(engine, **W)
     assert not engine.fast_claims.late_claims._watches
     await engine.complete(got.handle)

@@ -14,6 +14,7 @@ from flowfabric.engine.operations import reads
 from flowfabric.engine.runtime import recent_creates
 from flowfabric.engine.runtime.wakeups import COMPLETION_PREFIX, completion_topic, lane_topic
 from flowfabric.stores.port import Store
+from tests.executions import claim_one, new_execution
 
 ME: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 NEVER_MS = 3_600_000
@@ -43,9 +44,7 @@ def _counting(counts: Counter[str], verb: str, real: Callable[..., Awaitable[Any
 
 
 async def create(engine: Engine, lane_id: str = "default") -> str:
-    execution = engine.new_execution_id(lane_id)
-    await engine.create_execution(execution_id=execution, lane_id=lane_id)
-    return execution
+    return await new_execution(engine, lane_id)
 
 
 async def test_a_claim_that_emptied_the_lane_is_followed_by_a_wait_without_a_round_trip(
@@ -164,8 +163,7 @@ async def test_a_waiting_claim_returns_when_the_poller_is_stopped(engine: Engine
 
 async def test_a_success_clears_an_earlier_failure(engine: Engine) -> None:
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
-    e = engine.new_execution_id()
-    await engine.create_execution(execution_id=e, policy=retry)
+    e = await new_execution(engine, policy=retry)
     pull = engine.pulling(["default"], **ME)
     [first] = await pull.claim(1)
     await engine.fail(first.handle, reason="flaky")
@@ -187,8 +185,7 @@ def key_loads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 async def finish(engine: Engine) -> None:
-    claimed = await engine.claim("default", **ME)
-    assert claimed is not None
+    claimed = await claim_one(engine, **ME)
     await engine.complete(claimed.handle, result=b"done")
 
 
@@ -214,8 +211,7 @@ async def test_an_execution_that_runs_in_this_process_is_loaded_once_it_ends(
 ) -> None:
     monkeypatch.setattr(reads, "FIRST_CHECK_DELAY_S", 0)
     made = await create(engine)
-    claimed = await engine.claim("default", **ME)
-    assert claimed is not None
+    claimed = await claim_one(engine, **ME)
     key_loads.clear()
     waiting = asyncio.create_task(engine.await_end(made, max_wait_ms=NEVER_MS))
     for _ in range(20):  # iterations of the loop, in which the first check is over

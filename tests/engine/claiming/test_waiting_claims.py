@@ -16,10 +16,10 @@ from flowfabric.engine.runtime import wakeups
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.change import Change, Insert
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.port import Store
 from tests.engine.claiming.test_claim_after_completion import CountingStore
 from tests.engine.lossy_store import Loss, LossyStore
+from tests.executions import claim_one, create_request, new_execution
 from tests.stores.sample_rows import change, execution
 
 LANE = "mail"
@@ -60,15 +60,11 @@ async def warm_engine(store: Any) -> Engine:
 
 
 async def create(engine: Engine) -> str:
-    execution_id = engine.new_execution_id(LANE)
-    await engine.create_execution(execution_id=execution_id, lane_id=LANE)
-    return execution_id
+    return await new_execution(engine, LANE)
 
 
 async def claim(engine: Engine) -> Claimed:
-    claimed = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1", max_wait_ms=60_000)
-    assert claimed is not None
-    return claimed
+    return await claim_one(engine, LANE, max_wait_ms=60_000)
 
 
 async def start_waiting_claim(engine: Engine, idle_claims: asyncio.Queue[None]) -> asyncio.Task[Claimed]:
@@ -131,9 +127,7 @@ async def admitted(engine: Engine, namespaces: list[str] | None = None) -> Claim
 
 
 async def fair(engine: Engine, key: str) -> str:
-    execution_id = engine.new_execution_id(LANE)
-    await engine.create_execution(execution_id=execution_id, lane_id=LANE, policy={"fairness_key": key})
-    return execution_id
+    return await new_execution(engine, LANE, policy={"fairness_key": key})
 
 
 async def test_claims_that_load_before_they_claim_are_woken_by_everything(
@@ -155,8 +149,7 @@ async def test_claims_of_some_namespaces_are_woken_by_everything(
     for _ in range(3):
         waiting = asyncio.create_task(admitted(engine, namespaces=["ns"]))
         await idle_claims.get()
-        execution_id = engine.new_execution_id(LANE)
-        await engine.create_execution(execution_id=execution_id, lane_id=LANE, namespace="ns")
+        execution_id = await new_execution(engine, LANE, namespace="ns")
         assert (await asyncio.wait_for(waiting, 20)).execution_id == execution_id
 
 
@@ -207,7 +200,7 @@ async def test_no_notification_remains_for_a_bulk_change_that_was_not_written(
     engine: Engine, idle_claims: asyncio.Queue[None]
 ) -> None:
     waiting = await start_waiting_claim(engine, idle_claims)
-    ask = CreateExecution(execution_id="", partition=0, namespace="n", lane_id=LANE, execution_kind="task")
+    ask = create_request("", LANE)
     for _ in range(3):
         names = [engine.new_execution_id(LANE) for _ in range(7)]
         await engine.create_executions(msgspec.structs.replace(ask, execution_id=name) for name in names)

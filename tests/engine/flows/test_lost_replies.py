@@ -14,7 +14,6 @@ from flowfabric.engine.operations.flows import GraphEdge, WaitIndefinite
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.flow import CascadeOutcome, GraphCreated, HeaderCancelled, Resolution, Staged
 from flowfabric.model.flow import CancellationPolicy, EdgeGroup
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
@@ -22,6 +21,7 @@ from flowfabric.stores.queries import Scan
 from tests.engine.exactly_once import assert_exactly_once
 from tests.engine.lossy_store import Loss, LossyStore
 from tests.engine.runtime.test_lost_replies import LEASE_MS, WORKER, Act, Case, Scene, create_scene
+from tests.executions import create_request
 
 F = FlowId(str(UUID(int=7)))
 EDGE, OTHER = str(UUID(int=8)), str(UUID(int=9))
@@ -76,10 +76,7 @@ async def tag_a_flow(scene: Scene) -> Act:
 
 async def create_a_graph(scene: Scene) -> Act:
     names = [mint_for_flow(F, scene.engine.partitions, scene.engine.minter) for _ in range(3)]
-    nodes = [
-        CreateExecution(execution_id=e, partition=0, namespace="default", lane_id="default", execution_kind="task")
-        for e in names
-    ]
+    nodes = [create_request(e) for e in names]
     edges = [GraphEdge(names[0], names[2], edge_id=EDGE), GraphEdge(names[1], names[2], edge_id=OTHER)]
     return lambda: scene.engine.create_flow_graph(F, nodes, edges)
 
@@ -171,10 +168,7 @@ async def test_a_cascade_with_losses_skips_and_counts_all_descendants(store: Sto
     engine = Engine(lossy, minter=SeededMinter(1), settings=Settings(dispatch=False))
     minted = [mint_for_flow(F, engine.partitions, engine.minter) for _ in range(6)]
     names = sorted(minted, reverse=True)  # The first skipped member is not the first member of the flow.
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="l", execution_kind="k")
-        for name in names
-    ]
+    nodes = [create_request(name, "l") for name in names]
     await engine.create_flow_graph(F, nodes, [GraphEdge(*pair) for pair in pairwise(names)], namespace="n")
     await engine.cancel_execution(names[0])
     lossy.next_loss = loss

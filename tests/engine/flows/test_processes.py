@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import pytest
 
-from flowfabric import CreateExecution
 from flowfabric.connector import open_engine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
@@ -19,6 +18,7 @@ from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.flow import EdgeGroup
 from flowfabric.stores.queries import Read
 from flowfabric.testing.flow_invariants import check_flow_invariants
+from tests.executions import create_request
 
 PARENTS, PROCESSES = 1000, 4
 
@@ -47,16 +47,7 @@ async def wait_for_join(engine: Engine, flow: FlowId, join: str) -> EdgeGroup:
 async def create_fan_in(engine: Engine, flow: FlowId, count: int) -> str:
     """Create a join with this number of parents and return its id."""
     *parents, join = (mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(count + 1))
-    nodes = [
-        CreateExecution(
-            execution_id=name,
-            partition=0,
-            namespace="default",
-            lane_id="join" if name == join else "parents",
-            execution_kind="task",
-        )
-        for name in (*parents, join)
-    ]
+    nodes = [create_request(name, "join" if name == join else "parents") for name in (*parents, join)]
     await engine.create_flow_graph(flow, nodes, [GraphEdge(parent, join) for parent in parents])
     return join
 

@@ -14,7 +14,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from flowfabric import CreateExecution, errors
+from flowfabric import errors
 from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import GraphEdge
@@ -26,6 +26,7 @@ from flowfabric.stores.port import Store
 from flowfabric.testing.flaky_store import FlakyStore
 from flowfabric.testing.flow_invariants import check_flow_invariants
 from flowfabric.testing.invariants import check_invariants
+from tests.executions import create_request
 
 KINDS = ("success_only", "success_only", "success_only", "failure_only", "any_outcome")
 SEEDS = {"memory": 60, "sqlite": 8, "postgres": 8, "valkey": 3}
@@ -102,12 +103,7 @@ class Cluster:
         self.processes[index] = self.start_process(index)
 
     async def run(self, random_plan: Plan) -> None:
-        nodes = [
-            CreateExecution(
-                execution_id=node, partition=0, namespace="default", lane_id="default", execution_kind="task"
-            )
-            for node in random_plan.nodes
-        ]
+        nodes = [create_request(node) for node in random_plan.nodes]
         edges = [GraphEdge(one, other, kind) for one, other, kind in random_plan.edges]
         await self.calm.create_flow_graph(self.flow, nodes, edges, policies=random_plan.policies)
         idle = 0

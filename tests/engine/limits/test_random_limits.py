@@ -29,6 +29,7 @@ from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read, Scan, Where
 from flowfabric.stores.verdicts import Verdict
 from flowfabric.testing.limit_invariants import check_limit_invariants
+from tests.executions import new_execution
 
 B = "0b000000-0000-4000-8000-000000000001"
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -134,8 +135,7 @@ class WorkerPool:
             Q, window_seconds=WINDOW_MS // 1000, max_requests_per_window=RATE, max_concurrent=CAP
         )
         for _ in range(count):
-            e = engine.new_execution_id()
-            await engine.create_execution(execution_id=e, policy={"quota_policy_ids": [Q]})
+            await new_execution(engine, policy={"quota_policy_ids": [Q]})
 
     async def claim(self, engine: Engine) -> None:
         limit = self.chance.randrange(1, 5)

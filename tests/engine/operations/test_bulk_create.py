@@ -20,6 +20,7 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.verdicts import Verdict
 from tests.engine.lossy_store import Loss, LossyStore
+from tests.executions import create_request
 
 
 class SmallBatchStore(MemoryStore):
@@ -46,17 +47,7 @@ class SmallBatchStore(MemoryStore):
 
 
 def create_requests(engine: Engine, count: int, **more: str) -> list[CreateExecution]:
-    return [
-        CreateExecution(
-            execution_id=engine.new_execution_id(),
-            partition=0,
-            namespace="n",
-            lane_id="default",
-            execution_kind="task",
-            **more,  # type: ignore[arg-type]
-        )
-        for _ in range(count)
-    ]
+    return [create_request(engine.new_execution_id(), **more) for _ in range(count)]
 
 
 async def stored_ids(engine: Engine) -> int:

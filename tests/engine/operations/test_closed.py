@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.connector import open_engine
+from tests.executions import new_execution
 
 
 @pytest.fixture(params=["sqlite", "postgres"])  # A memory store has nothing to close.
@@ -18,8 +19,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 async def test_a_closed_engine_refuses_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await open_engine(url, migrate=True)
-    execution_id = engine.new_execution_id()
-    await engine.create_execution(execution_id=execution_id)
+    execution_id = await new_execution(engine)
     await engine.close()
     await engine.close()
 

@@ -15,11 +15,11 @@ from flowfabric.handles import BackendTag, Handle
 from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.answers.execution import Claimed, Completed
 from flowfabric.model.states import PublicState
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.validation import MAX_PAYLOAD_BYTES
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.testing.flaky_store import FlakyStore, Loss
+from tests.executions import create_request
 from tests.scenarios.checked_store import dump
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 30_000}
@@ -138,10 +138,7 @@ async def test_answers_are_built_after_the_unblocked_claims_are_sent(store: Stor
     engine = Engine(store)
     flow_id = FlowId("11111111-1111-4111-8111-111111111111")
     first, second = (mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(2))
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
-        for name in (first, second)
-    ]
+    nodes = [create_request(name) for name in (first, second)]
     await engine.create_flow_graph(flow_id, nodes, [GraphEdge(first, second)])
     (claimed,) = await engine.claim_many("default", 1, **WORKER)
     end = engine.runtime.wakeups.subscribe(completion_topic(first))

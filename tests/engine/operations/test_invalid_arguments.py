@@ -22,6 +22,7 @@ from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.validation import MAX_PAYLOAD_BYTES
 from flowfabric.stores.port import Store
 from tests.engine.invalid_arguments import OPERATIONS, Placeholder, creation, handles
+from tests.executions import claim_one, create_request, new_execution
 from tests.scenarios.checked_store import dump
 
 FRESH = "{fp:86}:99999999-9999-4999-8999-999999999999"
@@ -34,9 +35,7 @@ class World:
         self.engine = engine
         self.held = held
         self.waiting = waiting
-        ask = CreateExecution(
-            execution_id=waiting, partition=86, namespace="default", lane_id="default", execution_kind="task"
-        )
+        ask = create_request(waiting)
         self._stands: dict[Placeholder, Any] = {
             Placeholder.HELD: held.execution_id,
             Placeholder.WAITING: waiting,
@@ -62,10 +61,8 @@ async def world(store: Store) -> World:
     engine = Engine(store, minter=SeededMinter(1))
     await engine.seed_waitpoint_hmac_secret("k1", "00112233445566778899aabbccddeeff" * 2)
     await engine.create_execution(execution_id=engine.new_execution_id())
-    held = await engine.claim("default", worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=30_000)
-    assert held is not None
-    waiting = engine.new_execution_id()
-    await engine.create_execution(execution_id=waiting)
+    held = await claim_one(engine, worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=30_000)
+    waiting = await new_execution(engine)
     return World(engine, held, waiting)
 
 
@@ -292,9 +289,7 @@ async def test_a_lane_may_be_an_enum_member(world: World) -> None:
     engine = world.engine
     await engine.create_execution(execution_id=FRESH, lane_id=Word.TIMEOUT)
 
-    claimed = await engine.claim(Word.TIMEOUT, worker_id=Word.TAG, worker_instance_id=Word.TAG)
-
-    assert claimed is not None
+    claimed = await claim_one(engine, Word.TIMEOUT, worker_id=Word.TAG, worker_instance_id=Word.TAG)
     assert claimed.execution_id == FRESH
     assert (await engine.list_lanes()).lanes == ["default", "timeout"]
 

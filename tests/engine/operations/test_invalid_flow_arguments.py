@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric import CreateExecution, errors
+from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.flows import FlowOperations, GraphEdge
 from flowfabric.engine.operations.reads import ReadOperations
@@ -14,6 +14,7 @@ from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from tests.engine.invalid_arguments import A_UUID, COUNT, EXECUTION_ID, NAME, REQUIRED, TEXT, UUID, OperationCase
+from tests.executions import create_request
 from tests.scenarios.checked_store import dump
 
 FLOW = FlowId("550e8400-e29b-41d4-a716-446655440000")
@@ -129,10 +130,7 @@ IN_THE_OTHER_TABLE = {"search_flows", "read_flow_graph"}  # of invalid_arguments
 @pytest.fixture
 async def engine(store: Store) -> Engine:
     engine = Engine(store, minter=SeededMinter(1), settings=Settings(dispatch=False))
-    asks = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
-        for name in MEMBERS[:2]
-    ]
+    asks = [create_request(name) for name in MEMBERS[:2]]
     await engine.create_flow_graph(FLOW, asks)
     await engine.create_execution(execution_id=MEMBERS[2])
     return engine

@@ -13,17 +13,11 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import KeyUntil
 from flowfabric.model.scheduling.schedule import ScheduleSpec
 from flowfabric.rules.durable.keys import KeyMode, KeyPolicy
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.port import Store
+from tests.executions import create_request
 from tests.scenarios.checked_store import dump
 
-RUN = CreateExecution(
-    execution_id="{fp:1}:11111111-1111-4111-8111-111111111111",
-    partition=1,
-    namespace="default",
-    lane_id="default",
-    execution_kind="report",
-)
+RUN = create_request("{fp:1}:11111111-1111-4111-8111-111111111111", partition=1, execution_kind="report")
 KEYED = msgspec.structs.replace(RUN, idempotency_key="report|a")
 HOURLY = ScheduleSpec(every_ms=3_600_000)
 HOUR_MS = 3_600_000

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -48,21 +51,18 @@ async def recorded_outcomes(harness: FlowHarness) -> list[str]:
     return [str(one.outcome) for one in rows if one.upstream_execution_id == harness.names["a"] and one.outcome]
 
 
-@pytest.mark.parametrize("verb", ["load", "commit", "scan"])
-@pytest.mark.parametrize("swept", [False, True])
-async def test_no_outcome_of_a_former_life_is_counted_once_the_upstream_is_replayed(
-    harness: FlowHarness, verb: str, swept: bool
+async def replay_before_each_call(
+    harness: FlowHarness,
+    verb: str,
+    end: Callable[[int], Awaitable[object]],
+    count: Callable[[], Coroutine[Any, Any, object]],
 ) -> None:
+    """Before each call in turn with which the end of a is counted, replay a: what is not counted yet never is."""
     stops = 0
-    await create_joins(harness, data_passing_ref="r")
     for turn in range(1, 12):
-        claimed = {one.execution_id: one for one in await harness.claim()}
-        held = claimed[harness.names["a"]]
-        await (harness.mortal if swept else harness.engine).complete(held.handle, result=b"%d" % turn)
+        await end(turn)
         gates = [harness.store.stop_before(verb) for _ in range(turn)]
-        work = asyncio.create_task(
-            harness.sweep("completion_dispatch") if swept else harness.engine.dispatcher.wait_idle()
-        )
+        work = asyncio.create_task(count())
         is_stopped = await run_to_gates(work, gates)
         harness.store._before.clear()
         if not is_stopped:
@@ -87,29 +87,29 @@ async def counted_outcomes(harness: FlowHarness) -> int:
     return sum(one.last_resolved_at is not None for one in rows if one.upstream_execution_id == harness.names["a"])
 
 
+@pytest.mark.parametrize("verb", ["load", "commit", "scan"])
+@pytest.mark.parametrize("swept", [False, True])
+async def test_no_outcome_of_a_former_life_is_counted_once_the_upstream_is_replayed(
+    harness: FlowHarness, verb: str, swept: bool
+) -> None:
+    await create_joins(harness, data_passing_ref="r")
+
+    async def complete(turn: int) -> None:
+        held = {one.execution_id: one for one in await harness.claim()}[harness.names["a"]]
+        await (harness.mortal if swept else harness.engine).complete(held.handle, result=b"%d" % turn)
+
+    sweep = partial(harness.sweep, "completion_dispatch")
+    await replay_before_each_call(harness, verb, complete, sweep if swept else harness.engine.dispatcher.wait_idle)
+
+
 @pytest.mark.parametrize("verb", ["load", "commit"])
 async def test_an_unrecorded_outcome_is_not_counted_after_a_replay(harness: FlowHarness, verb: str) -> None:
     await create_joins(harness)
-    stops = 0
-    for turn in range(1, 10):
+
+    async def cancel(_: int) -> None:
         await harness.mortal.cancel_execution(harness.names["a"], source="flow_cascade")
-        gates = [harness.store.stop_before(verb) for _ in range(turn)]
-        work = asyncio.create_task(harness.sweep("dependency_reconciler"))
-        is_stopped = await run_to_gates(work, gates)
-        harness.store._before.clear()
-        if not is_stopped:
-            await work
-            break
-        stops += 1
-        before = await counted_outcomes(harness)
-        await harness.mortal.replay_execution(harness.names["a"])
-        gates[-1].release()
-        await work
-        assert await counted_outcomes(harness) == before
-        if before:
-            break
-    assert stops
-    await check_flow_invariants(harness.engine)
+
+    await replay_before_each_call(harness, verb, cancel, partial(harness.sweep, "dependency_reconciler"))
 
 
 async def test_a_replay_removes_recorded_outcomes_in_bounded_steps(

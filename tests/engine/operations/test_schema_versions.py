@@ -19,6 +19,7 @@ from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.compatibility import is_compatible
 from flowfabric.stores.postgres import migrator as of_postgres
 from flowfabric.stores.sqlite import migrator as of_sqlite
+from tests.executions import new_execution
 from tests.sdk.conftest import wait_until_true
 from tests.servers import postgres
 
@@ -131,15 +132,13 @@ async def test_a_release_runs_beside_a_compatible_newer_one(
 ) -> None:
     frequent_checks(0.0)
     async with await open_engine(database.url) as older:
-        before = older.new_execution_id()
-        await older.create_execution(execution_id=before)
+        before = await new_execution(older)
         newest = await database.migrate(ADDITIVE)
         await database.fetch(
             f"update ff_exec_core set note = 'of the newer' where execution_id = '{before}' returning 1"
         )
 
-        after = older.new_execution_id()
-        await older.create_execution(execution_id=after)
+        after = await new_execution(older)
         claimed = await older.claim_many("default", 2, lease_ttl_ms=30_000, **WORKER)
         await asyncio.gather(*(older.complete(one.handle, result=b"1") for one in claimed))
         assert {one.execution_id for one in claimed} == {before, after}
@@ -175,8 +174,7 @@ async def test_a_statement_that_no_longer_fits_reports_that_the_schema_is_newer(
 ) -> None:
     frequent_checks(3600.0)  # Only the failure itself can reveal the new version.
     async with await open_engine(database.url) as older:
-        run = older.new_execution_id()
-        await older.create_execution(execution_id=run)
+        run = await new_execution(older)
         await older.describe_execution(run)
         await database.migrate(BREAKING)
         with pytest.raises(errors.SchemaTooNew):

@@ -22,7 +22,6 @@ from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.rules.execution import replay
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.flow import build, joins, successors
 from flowfabric.rules.flow.build import StageEdge
 from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
@@ -32,6 +31,7 @@ from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Loaded, Read
 from flowfabric.stores.verdicts import Verdict
 from flowfabric.testing.flow_invariants import check_flow_invariants
+from tests.executions import create_request
 from tests.scenarios.flow_env import FlowEnv
 from tests.stores.sample_rows import execution
 
@@ -174,10 +174,7 @@ async def graph_of(engine: Engine, size: int) -> str:
     """Create a flow of this many members without edges and return its id."""
     flow_id = FlowId(str(uuid4()))
     names = [mint_for_flow(flow_id, engine.partitions, engine.minter) for _ in range(size)]
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="task")
-        for name in names
-    ]
+    nodes = [create_request(name) for name in names]
     await engine.create_flow_graph(flow_id, nodes)
     return flow_id
 

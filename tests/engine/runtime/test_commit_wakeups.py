@@ -19,6 +19,7 @@ from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.postgres import PostgresStore, notifier
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import Rival
+from tests.executions import claim_one, new_execution
 
 LANE = "mail"
 
@@ -52,15 +53,11 @@ async def recording_store() -> AsyncIterator[tuple[Engine, RecordingStore]]:
 
 
 async def create(engine: Engine) -> str:
-    execution_id = engine.new_execution_id(LANE)
-    await engine.create_execution(execution_id=execution_id, lane_id=LANE)
-    return execution_id
+    return await new_execution(engine, LANE)
 
 
 async def claim(engine: Engine, max_wait_ms: int = 0) -> Claimed:
-    claim = await engine.claim(LANE, worker_id="w", worker_instance_id="w-1", max_wait_ms=max_wait_ms)
-    assert claim is not None
-    return claim
+    return await claim_one(engine, LANE, max_wait_ms=max_wait_ms)
 
 
 async def test_a_commit_carries_all_pending_wakeups(recording_store: tuple[Engine, RecordingStore]) -> None:

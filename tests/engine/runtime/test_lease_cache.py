@@ -9,6 +9,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.answers.execution import Completed
 from flowfabric.model.states import PublicState
 from flowfabric.stores.port import Store
+from tests.executions import claim_one, new_execution
 
 
 @pytest.mark.parametrize("road", ["complete", "complete_many", "fail", "progress"])
@@ -16,10 +17,8 @@ async def test_a_clock_estimate_that_runs_ahead_costs_a_load_and_has_no_other_ef
     store: Store, clock: ManualClock, road: str
 ) -> None:
     engine = Engine(store)
-    execution_id = engine.new_execution_id()
-    await engine.create_execution(execution_id=execution_id)
-    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000)
-    assert claimed is not None
+    execution_id = await new_execution(engine)
+    claimed = await claim_one(engine, lease_ttl_ms=1000)
     lines = await store.queues()
 
     engine.runtime.estimate = StoreClockEstimate()  # as on a server, whose clock only the server can read

@@ -17,15 +17,16 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.execution import Claimed, Completed, ProgressNoted, Renewed
 from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Read
 from tests.engine.lossy_store import Loss, LossyStore
+from tests.executions import claim_one, create_request, new_execution
 from tests.scenarios.checked_store import dump
 
 LEASE_MS = 30_000
 WORKER: dict[str, Any] = {"worker_id": "wb", "worker_instance_id": "wb-1"}
+LATER = ManualClock().now + 1000
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 500}}}
 
 
@@ -38,9 +39,7 @@ class Scene:
         self.now = clock.now
 
     async def waiting(self, **given: Any) -> str:
-        e = self.engine.new_execution_id()
-        await self.engine.create_execution(execution_id=e, **given)
-        return e
+        return await new_execution(self.engine, **given)
 
     async def held(self, **given: Any) -> Claimed:
         e = await self.waiting(**given)
@@ -71,94 +70,32 @@ Act = Callable[[], Awaitable[Any]]
 Case = Callable[[Scene], Awaitable[Act]]
 
 
-async def create(scene: Scene) -> Act:
-    e = scene.engine.new_execution_id()
-    return lambda: scene.engine.create_execution(execution_id=e, input_payload=b"in", tags={"a.b": "c"})
+def operation(prepare: Callable[[Scene], Awaitable[Any]], act: Callable[[Engine, Any], Awaitable[Any]]) -> Case:
+    """Return the case of an operation and of what has to exist before it."""
+
+    async def case(scene: Scene) -> Act:
+        found = await prepare(scene)
+        return lambda: act(scene.engine, found)
+
+    return case
 
 
-async def create_with_a_key(scene: Scene) -> Act:
-    e = scene.engine.new_execution_id()
-    return lambda: scene.engine.create_execution(execution_id=e, idempotency_key="k")
+async def nothing(_: Scene) -> None:
+    """Prepare nothing."""
+
+
+async def new_id(scene: Scene) -> str:
+    return scene.engine.new_execution_id()
 
 
 async def create_many(scene: Scene) -> Act:
-    asks = [
-        CreateExecution(
-            execution_id=scene.engine.new_execution_id(),
-            partition=86,
-            namespace="default",
-            lane_id="default",
-            execution_kind="task",
-            idempotency_key=f"k{number}",
-        )
-        for number in range(5)
-    ]
+    asks = [create_request(scene.engine.new_execution_id(), idempotency_key=f"k{number}") for number in range(5)]
     return lambda: scene.engine.create_executions(asks)
-
-
-async def complete(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.complete(held.handle, result=b"R")
 
 
 async def complete_many(scene: Scene) -> Act:
     held = [await scene.held() for _ in range(3)]
     return lambda: scene.engine.complete_many([(one.handle, b"R") for one in held])
-
-
-async def complete_as_operator(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.complete(execution_id=held.execution_id, source="operator_override", result=b"R")
-
-
-async def fail_for_good(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.fail(held.handle, reason="boom")
-
-
-async def fail_with_a_retry(scene: Scene) -> Act:
-    held = await scene.held(policy=RETRY)
-    return lambda: scene.engine.fail(held.handle, reason="flaky")
-
-
-async def delay(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.delay(held.handle, delay_until=scene.now + 1000)
-
-
-async def delay_timed(scene: Scene) -> Act:
-    held = await scene.held(policy={"timeout_policy": {"attempt_timeout_ms": 9000}})
-    return lambda: scene.engine.delay(held.handle, delay_until=scene.now + 1000)
-
-
-async def wait_children(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.wait_children(held.handle)
-
-
-async def cancel(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.cancel(held.handle, reason="stop")
-
-
-async def cancel_as_operator(scene: Scene) -> Act:
-    e = await scene.waiting()
-    return lambda: scene.engine.cancel_execution(e, reason="stop")
-
-
-async def expire(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.expire_execution(held.execution_id)
-
-
-async def replay(scene: Scene) -> Act:
-    e = await scene.ended()
-    return lambda: scene.engine.replay_execution(e)
-
-
-async def progress(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.progress(held.handle, pct=40, message="half")
 
 
 async def renew(scene: Scene) -> Act:
@@ -173,11 +110,6 @@ async def renew_many(scene: Scene) -> Act:
     return lambda: scene.engine.renew_many([one.handle for one in held])
 
 
-async def revoke(scene: Scene) -> Act:
-    held = await scene.held()
-    return lambda: scene.engine.revoke_lease(held.execution_id, reason="bad node")
-
-
 async def mark_expired(scene: Scene) -> Act:
     held = await scene.held()
     scene.clock.advance_ms(LEASE_MS)
@@ -190,45 +122,10 @@ async def promote(scene: Scene) -> Act:
     return lambda: scene.engine.promote_delayed(e)
 
 
-async def change_priority(scene: Scene) -> Act:
-    e = await scene.waiting(priority=1)
-    return lambda: scene.engine.change_priority(e, 50)
-
-
-async def block(scene: Scene) -> Act:
-    e = await scene.waiting()
-    return lambda: scene.engine.block_execution_for_admission(e, reason="waiting_for_quota", detail="full")
-
-
 async def unblock(scene: Scene) -> Act:
     e = await scene.waiting()
     await scene.engine.block_route(e)
     return lambda: scene.engine.unblock_execution(e)
-
-
-async def set_tag(scene: Scene) -> Act:
-    e = await scene.waiting()
-    return lambda: scene.engine.set_execution_tag(e, "a.b", "c")
-
-
-async def set_tags(scene: Scene) -> Act:
-    e = await scene.waiting()
-    return lambda: scene.engine.set_execution_tags(e, {"a.b": "c", "a.d": "e"})
-
-
-async def grant(scene: Scene) -> Act:
-    e = await scene.waiting()
-    return lambda: scene.engine.issue_claim_grant(e, lane_id="default", **WORKER)
-
-
-async def scheduler_grant(scene: Scene) -> Act:
-    await scene.waiting()
-    return lambda: scene.engine.claim_for_worker("default", **WORKER)
-
-
-async def scheduler_reclaim_grant(scene: Scene) -> Act:
-    await scene.expired()
-    return lambda: scene.engine.claim_for_worker("default", **WORKER)
 
 
 async def claim_by_grant(scene: Scene) -> Act:
@@ -243,25 +140,10 @@ async def resume_by_grant(scene: Scene) -> Act:
     return lambda: scene.engine.claim_resumed_execution(e, **WORKER, lease_ttl_ms=LEASE_MS)
 
 
-async def claim_as_operator(scene: Scene) -> Act:
-    e = await scene.waiting()
-    return lambda: scene.engine.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=LEASE_MS)
-
-
-async def pull(scene: Scene) -> Act:
-    await scene.waiting(input_payload=b"in")
-    return lambda: scene.engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
-
-
 async def pull_many(scene: Scene) -> Act:
     for _ in range(3):
         await scene.waiting()
     return lambda: scene.engine.claim_many("default", 3, **WORKER, lease_ttl_ms=LEASE_MS)
-
-
-async def take_over(scene: Scene) -> Act:
-    await scene.expired()
-    return lambda: scene.engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
 
 
 async def take_over_at_the_cap(scene: Scene) -> Act:
@@ -270,34 +152,83 @@ async def take_over_at_the_cap(scene: Scene) -> Act:
     return lambda: scene.engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
 
 
-async def reclaim_grant(scene: Scene) -> Act:
-    e = await scene.expired()
-    return lambda: scene.engine.issue_reclaim_grant(e, lane_id="default", **WORKER)
-
-
 async def reclaim(scene: Scene) -> Act:
     e = await scene.expired()
     await scene.engine.issue_reclaim_grant(e, lane_id="default", **WORKER)
     return lambda: scene.engine.reclaim_execution(e, **WORKER, lease_ttl_ms=LEASE_MS)
 
 
-async def reclaim_at_the_cap(scene: Scene) -> Act:
-    e = await scene.expired()
-    return lambda: scene.engine.reclaim_execution(e, **WORKER, max_reclaim_count=0)
-
-
-async def rotate_keys(scene: Scene) -> Act:
-    return lambda: scene.engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000)
-
-
-CASES: tuple[Case, ...] = (
-    *(create, create_with_a_key, create_many, complete, complete_many, complete_as_operator),
-    *(fail_for_good, fail_with_a_retry),
-    *(delay, delay_timed, wait_children, cancel, cancel_as_operator, expire, replay, progress, renew, renew_many),
-    *(revoke, mark_expired, promote, change_priority, block, unblock, set_tag, set_tags, grant, scheduler_grant),
-    *(scheduler_reclaim_grant, claim_by_grant, resume_by_grant, claim_as_operator, pull, pull_many, take_over),
-    *(take_over_at_the_cap, reclaim_grant, reclaim, reclaim_at_the_cap, rotate_keys),
-)
+CASES: dict[str, Case] = {
+    "create": operation(
+        new_id, lambda engine, e: engine.create_execution(execution_id=e, input_payload=b"in", tags={"a.b": "c"})
+    ),
+    "create_with_a_key": operation(
+        new_id, lambda engine, e: engine.create_execution(execution_id=e, idempotency_key="k")
+    ),
+    "create_many": create_many,
+    "complete": operation(Scene.held, lambda engine, held: engine.complete(held.handle, result=b"R")),
+    "complete_many": complete_many,
+    "complete_as_operator": operation(
+        Scene.held,
+        lambda engine, held: engine.complete(execution_id=held.execution_id, source="operator_override", result=b"R"),
+    ),
+    "fail_for_good": operation(Scene.held, lambda engine, held: engine.fail(held.handle, reason="boom")),
+    "fail_with_a_retry": operation(
+        lambda scene: scene.held(policy=RETRY), lambda engine, held: engine.fail(held.handle, reason="flaky")
+    ),
+    "delay": operation(Scene.held, lambda engine, held: engine.delay(held.handle, delay_until=LATER)),
+    "delay_timed": operation(
+        lambda scene: scene.held(policy={"timeout_policy": {"attempt_timeout_ms": 9000}}),
+        lambda engine, held: engine.delay(held.handle, delay_until=LATER),
+    ),
+    "wait_children": operation(Scene.held, lambda engine, held: engine.wait_children(held.handle)),
+    "cancel": operation(Scene.held, lambda engine, held: engine.cancel(held.handle, reason="stop")),
+    "cancel_as_operator": operation(Scene.waiting, lambda engine, e: engine.cancel_execution(e, reason="stop")),
+    "expire": operation(Scene.held, lambda engine, held: engine.expire_execution(held.execution_id)),
+    "replay": operation(Scene.ended, lambda engine, e: engine.replay_execution(e)),
+    "progress": operation(Scene.held, lambda engine, held: engine.progress(held.handle, pct=40, message="half")),
+    "renew": renew,
+    "renew_many": renew_many,
+    "revoke": operation(Scene.held, lambda engine, held: engine.revoke_lease(held.execution_id, reason="bad node")),
+    "mark_expired": mark_expired,
+    "promote": promote,
+    "change_priority": operation(
+        lambda scene: scene.waiting(priority=1), lambda engine, e: engine.change_priority(e, 50)
+    ),
+    "block": operation(
+        Scene.waiting,
+        lambda engine, e: engine.block_execution_for_admission(e, reason="waiting_for_quota", detail="full"),
+    ),
+    "unblock": unblock,
+    "set_tag": operation(Scene.waiting, lambda engine, e: engine.set_execution_tag(e, "a.b", "c")),
+    "set_tags": operation(Scene.waiting, lambda engine, e: engine.set_execution_tags(e, {"a.b": "c", "a.d": "e"})),
+    "grant": operation(Scene.waiting, lambda engine, e: engine.issue_claim_grant(e, lane_id="default", **WORKER)),
+    "scheduler_grant": operation(Scene.waiting, lambda engine, _: engine.claim_for_worker("default", **WORKER)),
+    "scheduler_reclaim_grant": operation(Scene.expired, lambda engine, _: engine.claim_for_worker("default", **WORKER)),
+    "claim_by_grant": claim_by_grant,
+    "resume_by_grant": resume_by_grant,
+    "claim_as_operator": operation(
+        Scene.waiting, lambda engine, e: engine.issue_grant_and_claim(e, lane_id="default", lease_duration_ms=LEASE_MS)
+    ),
+    "pull": operation(
+        lambda scene: scene.waiting(input_payload=b"in"),
+        lambda engine, _: engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS),
+    ),
+    "pull_many": pull_many,
+    "take_over": operation(Scene.expired, lambda engine, _: engine.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)),
+    "take_over_at_the_cap": take_over_at_the_cap,
+    "reclaim_grant": operation(
+        Scene.expired, lambda engine, e: engine.issue_reclaim_grant(e, lane_id="default", **WORKER)
+    ),
+    "reclaim": reclaim,
+    "reclaim_at_the_cap": operation(
+        Scene.expired, lambda engine, e: engine.reclaim_execution(e, **WORKER, max_reclaim_count=0)
+    ),
+    "rotate_keys": operation(
+        nothing,
+        lambda engine, _: engine.rotate_waitpoint_hmac_secret_all("k2", "ffeeddccbbaa99887766554433221100" * 2, 1000),
+    ),
+}
 
 MINTED = frozenset({"lease_id", "attempt_id", "revision", "position", "grant", "handle", "grant_key"})
 
@@ -337,7 +268,7 @@ async def undisturbed(case: Case) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 async def test_an_execution_operation_that_was_lost_once_takes_effect_once(
     store: Store, clock: ManualClock, case: Case, loss: Loss
 ) -> None:
@@ -353,7 +284,7 @@ async def test_an_execution_operation_that_was_lost_once_takes_effect_once(
     assert plain_rows(await dump(store)) == rows
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 async def test_a_call_is_retried_when_the_store_is_unavailable_for_a_moment(
     store: Store, clock: ManualClock, case: Case
 ) -> None:
@@ -391,8 +322,7 @@ async def test_a_zombie_with_a_cached_lease_changes_nothing(store: Store, clock:
     elsewhere = Engine(store, minter=SeededMinter(2))
     held = await scene.held()
     clock.advance_ms(LEASE_MS)
-    taken = await elsewhere.claim("default", **WORKER, lease_ttl_ms=LEASE_MS)
-    assert taken is not None
+    taken = await claim_one(elsewhere, **WORKER, lease_ttl_ms=LEASE_MS)
     before = await dump(store)
 
     for late in (
@@ -437,18 +367,16 @@ async def test_a_completion_that_was_superseded_before_the_reload_is_still_recog
     assert await scene.engine.get_execution_tag(e, "a.b") == "overtaken"
 
 
-@pytest.mark.parametrize(
-    "case", [reclaim_grant, scheduler_grant, scheduler_reclaim_grant], ids=lambda case: case.__name__
-)
+@pytest.mark.parametrize("name", ["reclaim_grant", "scheduler_grant", "scheduler_reclaim_grant"])
 async def test_the_key_of_a_grant_that_was_written_late_is_returned(
-    store: Store, clock: ManualClock, case: Case
+    store: Store, clock: ManualClock, name: str
 ) -> None:
     async def a_moment_passes() -> None:
         clock.advance_ms(7)
 
     lossy = LossyStore(store)
     scene = await create_scene(lossy, clock)
-    act = await case(scene)
+    act = await CASES[name](scene)
     lossy.next_loss = Loss.LATE
     lossy.after_loss = a_moment_passes
 

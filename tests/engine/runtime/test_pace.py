@@ -15,10 +15,10 @@ from flowfabric.engine.runtime.backoff import StoreBackoff
 from flowfabric.ids import SeededMinter
 from flowfabric.model.answers.limits import QuotaPolicyCreated
 from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE, NamespacedId
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.testing.flaky_store import FlakyStore
+from tests.executions import create_request
 from tests.scenarios.waits import until
 
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -37,17 +37,7 @@ async def limited(engine: Engine, count: int, **limits: int) -> None:
     numbers: dict[str, Any] = {"window_seconds": 60, "max_requests_per_window": 0, "max_concurrent": 0} | limits
     assert await engine.create_quota_policy(Q, **numbers) == QuotaPolicyCreated(Q)
     policy = f'{{"quota_policy_ids": ["{Q}"]}}'
-    await engine.create_executions(
-        CreateExecution(
-            execution_id=engine.new_execution_id(),
-            partition=0,
-            namespace="default",
-            lane_id="default",
-            execution_kind="task",
-            policy=policy,
-        )
-        for _ in range(count)
-    )
+    await engine.create_executions(create_request(engine.new_execution_id(), policy=policy) for _ in range(count))
 
 
 async def pull(engine: Engine, limit: int, wait_ms: int = 0) -> list[Any]:

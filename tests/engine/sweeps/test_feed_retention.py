@@ -14,6 +14,7 @@ from flowfabric.server.settings import from_environment
 from flowfabric.settings import FEED_RETENTION_MS, Settings, Sweeps
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan
+from tests.executions import new_execution
 
 KEPT_MS = 1000
 QUIET: dict[str, Any] = {field: 0 for field in Sweeps.__struct_fields__ if field.endswith("_ms")}
@@ -37,8 +38,7 @@ async def test_a_feed_is_trimmed_beside_a_server_that_keeps_events_longer(store:
     serving.start_sweeps()
     try:
         await wait_for_leases(serving, 1)
-        e = own.new_execution_id()
-        await own.create_execution(execution_id=e)
+        e = await new_execution(own)
         await own.cancel_execution(e)
         clock.advance_ms(KEPT_MS + 1)
         own.start_sweeps()

@@ -12,10 +12,10 @@ from flowfabric.clock import ManualClock
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
 from flowfabric.model.scheduling.schedule import Overlap, Schedule, ScheduleSpec
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan
 from flowfabric.testing import FlakyStore
+from tests.executions import create_request
 
 HOUR_MS = 3_600_000
 CONCURRENT = 64
@@ -27,13 +27,7 @@ async def put_many(engine: Engine, count: int, **spec: Any) -> None:
 
     async def put(number: int) -> None:
         async with slots:
-            run = CreateExecution(
-                execution_id=engine.new_execution_id(),
-                partition=0,
-                namespace="default",
-                lane_id="default",
-                execution_kind="report",
-            )
+            run = create_request(engine.new_execution_id(), execution_kind="report")
             await engine.put_schedule(f"s{number:05}", ScheduleSpec(cron="0 * * * *", **spec), run)
 
     await asyncio.gather(*(put(number) for number in range(count)))

@@ -19,13 +19,13 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.execution import Attempt, Execution, IdempotencyKey, Payload, Result
 from flowfabric.model.limits.quota import QuotaRequest, QuotaSlot
 from flowfabric.model.outbox import OutboxMessage
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Scan
 from flowfabric.stores.sqlite import SQLiteStore
 from tests.conftest import Rival
+from tests.executions import create_request
 
 KEPT_MS = 1000
 EACH = 60  # executions in a round
@@ -56,12 +56,8 @@ class Rounds:
         self.number += 1
         engine = self.engine
         await engine.create_executions(
-            CreateExecution(
-                execution_id=engine.new_execution_id(),
-                partition=0,
-                namespace="n",
-                lane_id="default",
-                execution_kind="noop",
+            create_request(
+                engine.new_execution_id(),
                 input_payload=bytes(512),
                 idempotency_key=f"{self.number}:{place}",
                 policy=msgspec.json.encode(POLICY).decode(),

@@ -26,9 +26,9 @@ from flowfabric.ids import FlowId, mint_for_flow
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Flow
 from flowfabric.model.states import PublicState
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings, Sweeps
 from flowfabric.stores.queries import Scan, Where
+from tests.executions import create_request
 from tests.servers import postgres
 
 pytestmark = [pytest.mark.soak, pytest.mark.serial]
@@ -80,12 +80,9 @@ async def load(engine: Engine, until: float) -> int:
     while monotonic() < until:
         number += 1
         await engine.create_executions(
-            CreateExecution(
-                execution_id=engine.new_execution_id(),
-                partition=0,
+            create_request(
+                engine.new_execution_id(),
                 namespace="soak",
-                lane_id="default",
-                execution_kind="noop",
                 input_payload=bytes(512),
                 idempotency_key=f"{until}:{number}:{place}",
                 policy=policy_text(limited=place % 5 == 0),
@@ -108,14 +105,7 @@ async def run_flow(engine: Engine) -> int:
     flow = FlowId(engine.minter.uuid())
     first, *others, last = [mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(FAN + 2)]
     nodes = [
-        CreateExecution(
-            execution_id=name,
-            partition=0,
-            namespace="soak",
-            lane_id="flows",
-            execution_kind="noop",
-            policy=policy_text(limited=False),
-        )
+        create_request(name, "flows", namespace="soak", policy=policy_text(limited=False))
         for name in (first, *others, last)
     ]
     edges = [GraphEdge(first, one) for one in others] + [GraphEdge(one, last) for one in others]

@@ -21,7 +21,6 @@ from flowfabric.engine.types import FactArgs, MessageArgs
 from flowfabric.ids import FlowId, SeededMinter, mint_for_flow
 from flowfabric.model.answers.execution import Claimed
 from flowfabric.model.scheduling.schedule import ScheduleSpec
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.settings import Settings
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.memory.store import MemoryStore
@@ -29,6 +28,7 @@ from flowfabric.stores.port import Store
 from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.valkey.store import ValkeyStore
+from tests.executions import create_request
 from tests.scenarios.durable_function import DurableFunction, opened
 from tests.scenarios.env import Env
 from tests.scenarios.waits import Waits
@@ -192,11 +192,9 @@ class Rounds:
 
     async def schedule(self) -> None:
         """A schedule that fires once and is deleted."""
-        run = CreateExecution(
-            execution_id=self.engine.new_execution_id(),
-            partition=0,
-            namespace="default",
-            lane_id="nightly",
+        run = create_request(
+            self.engine.new_execution_id(),
+            "nightly",
             execution_kind="report",
             policy='{"stream_policy": {"retention_ttl_ms": 1000}}',
         )
@@ -220,15 +218,7 @@ class Rounds:
         engine, flow = self.engine, FlowId(self.engine.minter.uuid())
         ids: dict[str, str] = {name: mint_for_flow(flow, engine.partitions, engine.minter) for name in names}
         nodes = [
-            CreateExecution(
-                execution_id=ids[name],
-                partition=0,
-                namespace="n",
-                lane_id="flows",
-                execution_kind="k",
-                policy='{"stream_policy": {"retention_ttl_ms": 1000}}',
-            )
-            for name in names
+            create_request(ids[name], "flows", policy='{"stream_policy": {"retention_ttl_ms": 1000}}') for name in names
         ]
         policies = {ids[name]: policy for name, policy in given.items()}
         pairs = [GraphEdge(ids[edge[0]], ids[edge[1]]) for edge in edges]

@@ -37,9 +37,8 @@ from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.grant import GrantRequest
 from flowfabric.rules.execution.lease import LeaseHolder
+from tests.rules.execution.rows import EXECUTION, NOW, running
 
-NOW = 1_700_000_000_000
-EXECUTION = "{fp:86}:11111111-1111-4111-8111-111111111111"
 FENCE = Fence("lease-1", 3, "attempt-1")
 HOLDER = LeaseHolder("wa", "wa-1", "default", "lease-2", "attempt-2", 30_000)
 ORDER = GrantRequest(
@@ -60,36 +59,20 @@ def row(
     outcome = own.pop("terminal_outcome", TerminalOutcome.NONE)
     held = phase is ACTIVE
     fields: dict[str, Any] = {
+        "lifecycle_phase": phase,
+        "eligibility_state": eligibility,
+        "terminal_outcome": outcome,
+        "public_state": public_state(phase, eligibility, outcome),
         "ownership_state": OwnershipState.LEASED if held else OwnershipState.UNOWNED,
         "attempt_state": AttemptState.RUNNING_ATTEMPT if held else AttemptState.PENDING_FIRST_ATTEMPT,
         "lease_expires_at": NOW + 100 if held else None,
-        "blocking_reason": BlockingReason.NONE,
+        "total_attempt_count": 1,
+        "attempt_index": 0,
+        "attempt_type": AttemptType.INITIAL,
+        "worker_id": "wa",
+        "worker_instance_id": "wa-1",
     }
-    return Execution(
-        execution_id=EXECUTION,
-        partition=86,
-        namespace="n",
-        lane_id="default",
-        priority=0,
-        created_at=NOW - 1000,
-        last_transition_at=NOW - 1000,
-        last_mutation_at=NOW - 1000,
-        lifecycle_phase=phase,
-        eligibility_state=eligibility,
-        terminal_outcome=outcome,
-        public_state=public_state(phase, eligibility, outcome),
-        total_attempt_count=1,
-        attempt_index=0,
-        attempt_id="attempt-1",
-        attempt_type=AttemptType.INITIAL,
-        attempt_started_at=NOW - 500,
-        lease_epoch=3,
-        lease_id="lease-1",
-        worker_id="wa",
-        worker_instance_id="wa-1",
-        revision=7,
-        **(fields | own),
-    )
+    return running(**(fields | own))
 
 
 def failed(row: Execution, retries: int) -> Decision[Any]:

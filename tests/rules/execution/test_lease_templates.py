@@ -28,7 +28,7 @@ from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.execution.lease import LeaseHolder
 from flowfabric.rules.execution.policy import Terms, encode_terms
 from flowfabric.rules.scheduling.queue import NEXT_ATTEMPT_TYPE
-from tests.rules.execution.test_row_templates import NOW, running
+from tests.rules.execution.rows import NOW, running
 
 HOLDER = LeaseHolder("wa", "wa-1", "", "lease-2", "attempt-2", 3000)
 EXPIRIES = st.sampled_from((NOW - 1, NOW, NOW + 1, NOW + 1000))

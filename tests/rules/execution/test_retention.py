@@ -20,7 +20,8 @@ from flowfabric.rules.durable import lives
 from flowfabric.rules.execution import replay
 from flowfabric.rules.flow.build import seen_flow
 from flowfabric.rules.stream.append import PAGE
-from tests.rules.execution.test_guards import EXECUTION, NOW, RUNNABLE, TERMINAL, row
+from tests.rules.execution.rows import EXECUTION, NOW
+from tests.rules.execution.test_guards import RUNNABLE, TERMINAL, row
 
 A_MOMENT = retention.RECHECK_DELAY_MS
 DAY_MS = 86_400_000

@@ -15,7 +15,6 @@ from flowfabric.model.flow import Dependency, DependencyKind
 from flowfabric.model.states import (
     AttemptRecordState,
     AttemptState,
-    AttemptType,
     BlockingReason,
     EligibilityState,
     LifecyclePhase,
@@ -27,44 +26,9 @@ from flowfabric.rules.execution import cancel, finish, transitions
 from flowfabric.rules.execution.fences import OPERATOR_OVERRIDE, Fence
 from flowfabric.rules.flow import downstreams, sibling_cancel, successors
 from flowfabric.rules.flow.successors import encode_successors, successor
+from tests.rules.execution.rows import NOW, running
 
-NOW = 1_700_000_000_000
 HELD = Fence("lease-1", 3, "attempt-1")
-
-
-def running(**fields: Any) -> Execution:
-    """Return an execution in the middle of its second attempt."""
-    row = Execution(
-        execution_id="{fp:86}:11111111-1111-4111-8111-111111111111",
-        partition=86,
-        namespace="n",
-        lane_id="default",
-        priority=0,
-        created_at=NOW - 1000,
-        last_transition_at=NOW - 10,
-        last_mutation_at=NOW - 10,
-        lifecycle_phase=LifecyclePhase.ACTIVE,
-        ownership_state=OwnershipState.LEASED,
-        eligibility_state=EligibilityState.NOT_APPLICABLE,
-        blocking_reason=BlockingReason.NONE,
-        terminal_outcome=TerminalOutcome.NONE,
-        attempt_state=AttemptState.RUNNING_ATTEMPT,
-        public_state=PublicState.ACTIVE,
-        total_attempt_count=2,
-        started_at=NOW - 500,
-        attempt_index=1,
-        attempt_id="attempt-1",
-        attempt_type=AttemptType.RETRY,
-        attempt_started_at=NOW - 10,
-        lease_epoch=3,
-        lease_id="lease-1",
-        worker_id="w",
-        worker_instance_id="w-1",
-        current_lane="default",
-        lease_expires_at=NOW + 1000,
-        revision=7,
-    )
-    return msgspec.structs.replace(row, **fields)
 
 
 def full_change(row: Execution, *also: Insert) -> Change:

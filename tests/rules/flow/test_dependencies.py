@@ -25,7 +25,8 @@ from flowfabric.model.instant import Draft, FromNow
 from flowfabric.model.states import OwnershipState, PublicState, TerminalOutcome
 from flowfabric.rules.execution.cancel import QUORUM_SATISFIED
 from flowfabric.rules.flow import dependencies, downstreams
-from tests.rules.execution.test_guards import EXECUTION, NOW, TERMINAL, row
+from tests.rules.execution.rows import EXECUTION, NOW
+from tests.rules.execution.test_guards import TERMINAL, row
 from tests.rules.flow.test_guards import APPLY, BLOCKED, CHILD, EDGE, GROUP, SKIPPED, UPSTREAM, U
 
 

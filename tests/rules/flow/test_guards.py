@@ -35,7 +35,8 @@ from flowfabric.rules.flow import build, dependencies, graph, joins
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow.build import JoinPolicy, StageEdge
 from flowfabric.rules.flow.joins import JoinContext, UpstreamOutcome
-from tests.rules.execution.test_guards import ACTIVE, ELIGIBLE, EXECUTION, FENCE, NOW, RUNNABLE, TERMINAL, changed, row
+from tests.rules.execution.rows import EXECUTION, NOW
+from tests.rules.execution.test_guards import ACTIVE, ELIGIBLE, FENCE, RUNNABLE, TERMINAL, changed, row
 
 F = "f"
 U = "{fp:86}:22222222-2222-4222-8222-222222222222"

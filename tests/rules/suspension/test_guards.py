@@ -26,7 +26,8 @@ from flowfabric.rules.suspension import resume, signals
 from flowfabric.rules.suspension import suspend as suspend_rules
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
 from flowfabric.rules.suspension.arguments import FreshWaitpoint, UsePendingWaitpoint
-from tests.rules.execution.test_guards import EXECUTION, FENCE, HELD, NOW, row
+from tests.rules.execution.rows import EXECUTION, NOW
+from tests.rules.execution.test_guards import FENCE, HELD, row
 from tests.rules.suspension.test_totality import GATES, HOLDER, KEY, MAIL, SIGNAL, W, _args
 
 LIVE = LeaseCheck(LeaseRequirement.LIVE, "lease-1", 3)

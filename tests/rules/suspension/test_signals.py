@@ -10,7 +10,7 @@ from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
 from flowfabric.rules.security.waitpoint_token import TokenMismatch, UnknownWaitpoint, WaitpointToken
 from flowfabric.rules.suspension import signals
 from flowfabric.rules.suspension import waitpoints as waitpoint_rules
-from tests.rules.execution.test_guards import EXECUTION, NOW
+from tests.rules.execution.rows import EXECUTION, NOW
 from tests.rules.suspension.test_guards import PENDING, SUSPENDED
 from tests.rules.suspension.test_totality import KEY, W
 

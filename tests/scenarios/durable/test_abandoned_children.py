@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from flowfabric.engine.durable import child_cancels
-from flowfabric.engine.engine import Engine
 from flowfabric.model.gate import ChildCancel, GateOutcome
 from flowfabric.rules.durable.child_results import results_of
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.durable_function import DurableFunction
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 DETACHED = {"detached": True}
 
@@ -100,9 +100,7 @@ async def test_a_cancel_with_a_lost_message_takes_the_children_along(
 ) -> None:
     await record(function)
     child = await env.create(parent_id=function.e)
-    flaky = FlakyStore(store)
-    engine = Engine(flaky)
-    flaky.lose("commit", loss, times=2)
+    engine = lossy_engine(store, loss, times=2)
     await engine.cancel_execution(function.e)
     await engine.child_cancels.drain()
     await env.engine.sweep_once("child_cancels")

@@ -9,6 +9,7 @@ from flowfabric.rules.durable.approval_views import Approver
 from flowfabric.rules.durable.vote_schema import schema_tag
 from tests.scenarios.durable_function import HOUR, DurableFunction, opened
 from tests.scenarios.env import Env
+from tests.scenarios.pages import all_pages
 from tests.scenarios.waits import Waits
 
 ASK = '{"type":"boolean"}'
@@ -56,14 +57,8 @@ async def test_approvals_are_listed_by_timeout_in_pages_within_namespaces(env: E
         await function.park("approve")
         asked.append(function.e)
 
-    found: list[str] = []
-    cursor = None
-    for _ in range(4):
-        page = await env.engine.list_approvals(cursor=cursor, limit=1)
-        found += [one.execution_id for one in page.approvals]
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = await all_pages(env.engine.list_approvals, limit=1)
+    found = [one.execution_id for page in pages for one in page.approvals]
 
     assert found == asked[::-1]
     assert [one.execution_id for one in (await env.engine.list_approvals(namespace="n1")).approvals] == found

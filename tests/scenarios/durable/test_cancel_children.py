@@ -11,8 +11,9 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations import leases
 from flowfabric.model.answers.execution import ChildrenCancelled, Claimed, Revoked
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.env import Env, terminal
+from tests.scenarios.lossy_engine import lossy_engine
 
 SPARE = "{fp:86}:550e8400-e29b-41d4-a716-44665544%04d"
 
@@ -116,9 +117,7 @@ async def test_many_children_are_cancelled_in_batches(env: Env, monkeypatch: pyt
 async def test_cancel_children_with_a_lost_message_cancels_once(env: Env, store: Store, loss: Loss) -> None:
     parent = await env.create_and_claim()
     children = await create_children(env, parent, 2)
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    answer = await Engine(flaky).cancel_children(parent.handle, children)
+    answer = await lossy_engine(store, loss).cancel_children(parent.handle, children)
 
     assert answer.cancelled == tuple(children)
     assert await env.outcomes(*children) == ["cancelled", "cancelled"]

@@ -17,9 +17,10 @@ from flowfabric.rules.durable.gates import GateArgs
 from flowfabric.rules.durable.leave import LeftOperation
 from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.rules.suspension.signals import Accepted
-from flowfabric.testing.flaky_store import FlakyStore, Loss
+from flowfabric.testing.flaky_store import Loss
 from tests.scenarios.durable_function import DurableFunction, closed, opened
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 from tests.scenarios.waits import Waits
 
 NAMES = ("add", "remove", "close")
@@ -198,10 +199,8 @@ async def test_close_and_send_race_and_exactly_one_wins(function: DurableFunctio
 
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_a_close_whose_reply_is_lost_has_one_answer(function: DurableFunction, env: Env, loss: Loss) -> None:
-    flaky = FlakyStore(env.engine.store)
-    flaky.lose("commit", loss)
 
-    assert await Engine(flaky, minter=SeededMinter(5)).close_inbox(function.claim.handle, memo()) is True
+    assert await lossy_engine(env.engine.store, loss).close_inbox(function.claim.handle, memo()) is True
     with pytest.raises(errors.InboxClosed):
         await function.send(b"1", "add")
 

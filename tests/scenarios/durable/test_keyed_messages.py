@@ -13,7 +13,6 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.types import (
     BATCH_MAILBOX,
     HOLD_MAILBOX,
-    CreateExecution,
     FactArgs,
     KeyMode,
     KeyPolicy,
@@ -26,9 +25,11 @@ from flowfabric.model.gate import ReplyState
 from flowfabric.rules.durable import mailbox as mailbox_rules
 from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
+from tests.executions import create_request
 from tests.scenarios.durable_function import DurableFunction, closed
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 DAY = 24 * 3_600_000
 ACTOR = KeyPolicy(until=KeyUntil.ENDED)
@@ -55,11 +56,9 @@ async def start(
     inbox: str | None = INBOX,
     namespace: str = "default",
 ) -> Submitted:
-    ask = CreateExecution(
-        execution_id=env.engine.new_execution_id("default", "cart|k"),
-        partition=0,
+    ask = create_request(
+        env.engine.new_execution_id("default", "cart|k"),
         namespace=namespace,
-        lane_id="default",
         execution_kind="cart",
         idempotency_key="cart|k",
         policy=inbox,
@@ -102,11 +101,9 @@ async def test_an_ask_by_key_whose_reply_is_lost_is_one_question(
 ) -> None:
     if taken:
         await start(env)
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
     mail = message(env, wants_reply=True)
 
-    first = await start(env, mail, engine=Engine(flaky))
+    first = await start(env, mail, engine=lossy_engine(store, loss))
     again = await start(env, mail)
 
     assert (first.execution_id, again.is_new) == (again.execution_id, False)

@@ -15,9 +15,11 @@ from flowfabric.model.execution import IdempotencyKey
 from flowfabric.model.states import PublicState
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
+from tests.executions import create_request
 from tests.scenarios.checked_store import CheckedStore
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 DAY = 24 * 60 * 60 * 1000
 SINGLE = KeyPolicy(until=KeyUntil.ENDED)
@@ -43,15 +45,8 @@ async def submit(
 
 
 def request(engine: Engine, text: bytes = b"1", **fields: Any) -> CreateExecution:
-    return CreateExecution(
-        execution_id=engine.new_execution_id("default", "task|k"),
-        partition=0,
-        namespace="default",
-        lane_id="default",
-        execution_kind="task",
-        input_payload=text,
-        idempotency_key="task|k",
-        **fields,
+    return create_request(
+        engine.new_execution_id("default", "task|k"), input_payload=text, idempotency_key="task|k", **fields
     )
 
 
@@ -224,10 +219,10 @@ async def test_a_submit_that_loses_its_reply_happens_once(
     env: Env, store: Store, loss: Loss, policy: KeyPolicy, *, is_first: bool
 ) -> None:
     before = None if is_first else await submit(env, policy, b"1", mailbox="add" if policy is SINGLE else None)
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
 
-    answer = await submit(env, policy, b"2", engine=Engine(flaky), mailbox="add" if policy is SINGLE else None)
+    answer = await submit(
+        env, policy, b"2", engine=lossy_engine(store, loss), mailbox="add" if policy is SINGLE else None
+    )
 
     rows = [row for row in (await env.dump())["ff_exec_core"] if row.public_state is not PublicState.CANCELLED]
     assert len(rows) == 1
@@ -240,9 +235,7 @@ async def test_a_submit_that_loses_its_reply_happens_once(
 
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_a_submit_that_loses_its_reply_is_not_refused_for_its_own_run(env: Env, store: Store, loss: Loss) -> None:
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    assert (await submit(env, REFUSE, engine=Engine(flaky))).is_new
+    assert (await submit(env, REFUSE, engine=lossy_engine(store, loss))).is_new
 
 
 @pytest.mark.parametrize("policy", [*EVERY, REFUSE], ids=name_of)

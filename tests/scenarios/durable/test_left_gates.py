@@ -17,9 +17,10 @@ from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.durable.park import GatesReady
 from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.durable_function import DurableFunction, closed, opened
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 RACE = MemoArgs(name="race:first", result=b'"late"', number=9)
 
@@ -208,9 +209,7 @@ async def test_a_leave_with_a_lost_message_happens_once(
 ) -> None:
     await function.receive("r0")
     await function.send(b"one")
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    won = await Engine(flaky).leave_gates(function.claim.handle, [LeftOperation(name="r0")], memo=memo)
+    won = await lossy_engine(store, loss).leave_gates(function.claim.handle, [LeftOperation(name="r0")], memo=memo)
 
     assert (None if won is None else won.result) == (None if memo is None else memo.result)
     assert [closed(await function.receive("r1")).payload] == [b"one"]

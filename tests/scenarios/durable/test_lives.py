@@ -18,10 +18,11 @@ from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.stores.port import Store
 from flowfabric.stores.queries import Scan, Where
 from flowfabric.stores.verdicts import Verdict
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from flowfabric.testing.invariants import check_invariants
 from tests.scenarios.durable_function import DurableFunction, closed, opened
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 
 async def go_on(function: DurableFunction, text: bytes = b"2", unmet: tuple[str, ...] = ()) -> Continued:
@@ -75,10 +76,8 @@ async def test_it_goes_to_the_end_of_its_queue(function: DurableFunction, env: E
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_continue_as_new_loses_its_reply(function: DurableFunction, env: Env, store: Store, loss: Loss) -> None:
     await step(function, "charge")
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
 
-    continued = await Engine(flaky).continue_as_new(function.claim.handle, b"2")
+    continued = await lossy_engine(store, loss).continue_as_new(function.claim.handle, b"2")
 
     assert continued == Continued(function.e, 1)
     assert await memos(function) == []

@@ -17,9 +17,10 @@ from flowfabric.rules.durable.gates import GateArgs
 from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.durable.park import GatesClosed
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.durable_function import WAITS, DurableFunction
 from tests.scenarios.env import RESUMABLE, Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 
 def receive(name: str, mailbox: str = "steer", **options: Any) -> GateArgs:
@@ -140,9 +141,7 @@ async def test_a_gate_that_has_closed_or_expired_keeps_the_lease(function: Durab
 
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_a_park_with_a_lost_message_parks_once(function: DurableFunction, store: Store, loss: Loss) -> None:
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    answer = await Engine(flaky).open_gates_and_park(function.claim.handle, (receive("r0"), nap()))
+    answer = await lossy_engine(store, loss).open_gates_and_park(function.claim.handle, (receive("r0"), nap()))
 
     assert isinstance(answer, ParkResult)
     assert await function.env.vector(function.e) == WAITS
@@ -154,9 +153,7 @@ async def test_a_received_message_is_kept_when_the_reply_of_the_park_is_lost(
 ) -> None:
     await function.send(b"one")
     await function.send(b"two")
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    answer = await Engine(flaky).open_gates_and_park(function.claim.handle, (receive("r0"), nap()))
+    answer = await lossy_engine(store, loss).open_gates_and_park(function.claim.handle, (receive("r0"), nap()))
 
     assert payloads(answer) == {"r0": b"one"}
     assert payloads(await park(function, receive("r0"), receive("r1"))) == {"r0": b"one", "r1": b"two"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.engine import Engine
 from flowfabric.model.states import PublicState
 from flowfabric.stores.port import Store
-from flowfabric.testing.flaky_store import FlakyStore, Loss
+from flowfabric.testing.flaky_store import Loss
 from tests.scenarios.durable_function import HOUR, DurableFunction
 from tests.scenarios.env import LEASE_MS, Env
+from tests.scenarios.lossy_engine import lossy_engine
 from tests.scenarios.scheduling.test_workers import register
 
 ONE, TWO = "ff.version=1", "ff.version=2"
@@ -70,9 +70,7 @@ async def test_an_execution_is_pinned_once(function: DurableFunction, env: Env) 
 async def test_a_pin_with_a_lost_message_is_written_once(
     function: DurableFunction, env: Env, store: Store, loss: Loss
 ) -> None:
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    memo = await Engine(flaky).pin_version(function.claim.handle, "1")
+    memo = await lossy_engine(store, loss).pin_version(function.claim.handle, "1")
 
     assert await env.engine.read_steps(function.e) == [memo]
     assert await required(env, function.e) == ONE

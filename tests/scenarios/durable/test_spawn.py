@@ -14,9 +14,10 @@ from flowfabric.model.answers.execution import Created, Duplicate
 from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.durable_function import DurableFunction
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 
 def ask(function: DurableFunction, number: int = 0, **options: Any) -> CreateExecution:
@@ -82,9 +83,7 @@ async def test_a_spawn_with_a_lost_message_creates_each_child_once(
     function: DurableFunction, env: Env, store: Store, loss: Loss
 ) -> None:
     asks, memos = [ask(function, number) for number in range(3)], [memo(number) for number in range(3)]
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    answers = await Engine(flaky).spawn(function.claim.handle, asks, memos)
+    answers = await lossy_engine(store, loss).spawn(function.claim.handle, asks, memos)
 
     assert [answer.execution_id for answer in answers] == [one.execution_id for one in asks]
     again = await function.engine.spawn(function.claim.handle, asks, memos)

@@ -8,9 +8,10 @@ from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.model.gate import StepMemo, StepState
 from flowfabric.stores.port import Store
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.durable_function import DurableFunction, opened
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 
 
 async def record(
@@ -85,9 +86,7 @@ async def test_tries_and_starts_are_replaced_until_the_step_has_ended(function: 
 async def test_a_record_with_a_lost_message_is_made_once(
     function: DurableFunction, store: Store, loss: Loss, state: StepState
 ) -> None:
-    flaky = FlakyStore(store)
-    flaky.lose("commit", loss)
-    memo = await Engine(flaky).record_step(function.claim.handle, "pay", 0, b"once", state=state, number=7)
+    memo = await lossy_engine(store, loss).record_step(function.claim.handle, "pay", 0, b"once", state=state, number=7)
 
     assert (memo.result, memo.number, memo.state) == (b"once", 7, state)
     assert await function.engine.read_steps(function.e) == [memo]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.engine import Engine
-from flowfabric.ids import SeededMinter
 from flowfabric.model.failure import MAX_FAILURE_BYTES, StoredFailure, encode_stored
-from flowfabric.testing.flaky_store import FlakyStore, Loss
+from flowfabric.testing.flaky_store import Loss
 from tests.scenarios.env import Env
 from tests.scenarios.execution.test_finish import retries
 from tests.scenarios.flow_env import FlowEnv
+from tests.scenarios.lossy_engine import lossy_engine
 
 DECLINED = StoredFailure("shop.Declined", "card 4242", "Declined", {"args": ["card 4242"], "fields": {"code": 7}})
 FAILURE = encode_stored(DECLINED)
@@ -68,9 +67,7 @@ async def test_a_replay_forgets_the_failure(env: Env) -> None:
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_a_failure_whose_reply_is_lost_is_kept_once(env: Env, loss: Loss) -> None:
     claim, e = await env.create_claimed()
-    flaky = FlakyStore(env.engine.runtime.store)
-    holder = Engine(flaky, minter=SeededMinter(7))
-    flaky.lose("commit", loss)
+    holder = lossy_engine(env.engine.runtime.store, loss)
 
     await holder.fail(claim.handle, reason="it failed", failure=FAILURE)
     await holder.fail(claim.handle, reason="it failed", failure=encode_stored(StoredFailure("Other", "later")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,9 +20,10 @@ from flowfabric.model.states import (
     TerminalOutcome,
     public_state,
 )
-from flowfabric.rules.execution.create import CreateExecution
+from tests.executions import create_request
 from tests.scenarios.env import ACTIVE, LEASE_MS, Env, terminal
 from tests.scenarios.execution.test_finish import retries
+from tests.scenarios.pages import all_pages
 from tests.scenarios.scheduling.test_grants import MISSING
 from tests.scenarios.waits import Waits
 
@@ -41,15 +43,9 @@ async def test_list_executions_pages_through_a_partition(env: Env) -> None:
         await env.create(execution_id=e)
     await engine.cancel_execution(fifth[3])
 
-    pages, cursor = [], None
-    while True:
-        page = await engine.list_executions(5, cursor=cursor, limit=5)
-        pages.append(page.executions)
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = await all_pages(partial(engine.list_executions, 5), limit=5)
 
-    assert pages == [fifth[:5], fifth[5:10], fifth[10:]]
+    assert [page.executions for page in pages] == [fifth[:5], fifth[5:10], fifth[10:]]
     assert (await engine.list_executions(6)).executions == [numbered(6, number) for number in range(3)]
     empty = await engine.list_executions(5, limit=0)
     assert (empty.executions, empty.next_cursor) == ([], None)
@@ -62,10 +58,7 @@ async def test_list_executions_pages_through_a_partition(env: Env) -> None:
 @pytest.mark.spec("EX-078")
 async def test_a_page_of_executions_has_at_most_1000_entries(env: Env) -> None:
     created = [numbered(5, number) for number in range(1001)]
-    requests = [
-        CreateExecution(execution_id=e, partition=5, namespace="default", lane_id="default", execution_kind="task")
-        for e in created
-    ]
+    requests = [create_request(e, partition=5) for e in created]
     assert await env.engine.create_executions(requests) == [Created(e, PublicState.WAITING) for e in created]
 
     page = await env.engine.list_executions(5, limit=5000)

@@ -9,6 +9,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.types import CreateExecution
 from flowfabric.rules.execution.tags import MAX_TAG_BYTES, TRACE_TAG
+from tests.executions import claim_one, create_request
 from tests.scenarios.env import Env
 from tests.scenarios.flow_env import FlowEnv
 
@@ -21,11 +22,8 @@ async def tags(env: Env, execution_id: str) -> dict[str, str]:
     return dict(snapshot.tags)
 
 
-def create_request(env: Env, options: dict[str, str]) -> CreateExecution:
-    execution_id = env.engine.new_execution_id()
-    return CreateExecution(
-        execution_id=execution_id, partition=0, namespace="ns", lane_id="default", execution_kind="k", tags=options
-    )
+def tagged(env: Env, tags: dict[str, str]) -> CreateExecution:
+    return create_request(env.engine.new_execution_id(), tags=tags)
 
 
 @pytest.mark.parametrize("key", ["ff.show", "ff.ask.11111111"])
@@ -34,14 +32,12 @@ async def test_a_reserved_tag_cannot_be_set_without_the_lease(env: Env, key: str
     calls: list[Any] = [
         lambda: env.engine.set_execution_tag(e, key, "v"),
         lambda: env.engine.set_execution_tags(e, {"a.b": "c", key: "v"}),
-        lambda: env.engine.create(create_request(env, {key: "v"})),
+        lambda: env.engine.create(tagged(env, {key: "v"})),
     ]
     for call in calls:
         with pytest.raises(errors.InvalidTagKey, match=key):
             await call()
-    refused, created = await env.engine.create_executions(
-        [create_request(env, {key: "v"}), create_request(env, {TRACE_TAG: "00-1"})]
-    )
+    refused, created = await env.engine.create_executions([tagged(env, {key: "v"}), tagged(env, {TRACE_TAG: "00-1"})])
 
     assert await tags(env, e) == {}
     assert isinstance(refused, errors.InvalidTagKey)
@@ -63,8 +59,7 @@ async def test_the_holder_sets_reserved_tags_while_it_holds_the_lease(env: Env) 
 async def test_a_previous_lease_holder_cannot_set_tags(env: Env) -> None:
     claim = await env.create_and_claim()
     env.clock.advance_ms(60_000)
-    successor = await env.engine.claim("default", worker_id="wb", worker_instance_id="wb-1")
-    assert successor is not None
+    successor = await claim_one(env.engine, worker_id="wb", worker_instance_id="wb-1")
 
     with pytest.raises(errors.StaleLease):
         await env.engine.set_tags(claim.handle, {"ff.show": "old"})
@@ -89,13 +84,13 @@ async def test_the_tags_of_an_execution_are_bounded_in_bytes(env: Env) -> None:
         lambda: env.engine.set_execution_tag(e, "a.c", LARGE),
         lambda: env.engine.set_execution_tags(e, {"a.c": LARGE}),
         lambda: env.engine.set_tags(claim.handle, {"a.c": LARGE}),
-        lambda: env.engine.create(create_request(env, two | {"a.c": LARGE})),
+        lambda: env.engine.create(tagged(env, two | {"a.c": LARGE})),
         lambda: env.engine.set_tags(claim.handle, {"ff.a": LARGE, "ff.b": LARGE, "ff.c": LARGE}),
     ]
     for call in too_many:
         with pytest.raises(errors.InvalidInput, match=f"the limit is {MAX_TAG_BYTES}"):
             await call()
-    [refused] = await env.engine.create_executions([create_request(env, two | {"a.c": LARGE})])
+    [refused] = await env.engine.create_executions([tagged(env, two | {"a.c": LARGE})])
 
     assert isinstance(refused, errors.InvalidInput)
     assert await tags(env, e) == two

@@ -15,11 +15,11 @@ from flowfabric.ids import SeededMinter
 from flowfabric.model.answers import flow as flow_answers
 from flowfabric.model.flow import Flow
 from flowfabric.rules import retention
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.catalog import TABLES
 from flowfabric.stores.queries import Scan
 from flowfabric.testing.flaky_store import FlakyStore, Loss
 from flowfabric.testing.flow_invariants import check_flow_invariants
+from tests.executions import create_request
 from tests.scenarios.flow_env import FlowEnv, any_of
 
 DAY_MS = 86_400_000
@@ -161,10 +161,7 @@ async def test_operations_on_a_purged_flow_are_refused(flow: FlowEnv) -> None:
 
 async def test_the_id_of_a_purged_flow_can_be_reused(flow: FlowEnv) -> None:
     a, b = flow.new_id(), flow.new_id()
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
-        for name in (a, b)
-    ]
+    nodes = [create_request(name) for name in (a, b)]
     edges = [GraphEdge(a, b, edge_id=flow.engine.minter.uuid())]
     flow.names.update(a=a, b=b)
     for _ in range(2):

@@ -12,8 +12,8 @@ from flowfabric.ids import FlowId, flow_partition, mint_for_flow
 from flowfabric.model.change import Patch
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import Flow, FlowSummary
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.stores.queries import Loaded, Read
+from tests.executions import create_request, new_execution
 from tests.scenarios.flow_env import FlowEnv, any_of, quorum
 
 
@@ -40,10 +40,7 @@ async def test_one_projector_sweep_covers_every_unfinished_flow(flow: FlowEnv) -
     engine = flow.engine
     flows = [FlowId(engine.minter.uuid()) for _ in range(120)]
     names = [mint_for_flow(one, engine.partitions, engine.minter) for one in flows]
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="n", lane_id="default", execution_kind="k")
-        for name in names
-    ]
+    nodes = [create_request(name) for name in names]
     await asyncio.gather(*(engine.create_flow_graph(one, [node]) for one, node in zip(flows, nodes, strict=True)))
 
     assert await flow.sweep("flow_projector", 2) == [120, 120]
@@ -137,8 +134,7 @@ async def test_a_member_replayed_during_projection_keeps_its_flow_registered(
 async def test_edges_are_listed_by_direction_and_found_by_id(flow: FlowEnv) -> None:
     await flow.begin("abcd")
     first, second = await flow.stage("a", "b"), await flow.stage("a", "c")
-    solo = flow.engine.new_execution_id()
-    await flow.engine.create_execution(execution_id=solo)
+    solo = await new_execution(flow.engine)
     edges = flow.engine.list_edges
 
     outgoing = await edges(flow.id, outgoing=flow.names["a"])

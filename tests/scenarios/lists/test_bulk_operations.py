@@ -14,9 +14,10 @@ from flowfabric.engine.sweeps.bulk_operations import BulkWorker
 from flowfabric.ids import SeededMinter
 from flowfabric.model.bulk_operation import BulkOperation, BulkState, PinnedExecution
 from flowfabric.rules.bulk_operation import RETENTION_MS, BulkStatus
-from flowfabric.testing import FlakyStore, Loss
+from flowfabric.testing import Loss
 from tests.scenarios.env import Env
 from tests.scenarios.execution.test_finish import retries
+from tests.scenarios.lossy_engine import lossy_engine
 
 SWEEP = "bulk_operations"
 OPERATION = "33333333-3333-4333-8333-333333333333"
@@ -161,9 +162,7 @@ async def test_a_sweep_that_dies_in_the_middle_of_a_page_acts_on_each_life_once(
 @pytest.mark.parametrize("losses", [1, 2, 3, 5])
 async def test_lost_replies_count_nothing_twice(env: Env, losses: int) -> None:
     names = await failed(env, 5)
-    flaky = FlakyStore(env.store)
-    engine = Engine(flaky, minter=SeededMinter(5))
-    flaky.lose("commit", Loss.REPLY, times=losses)
+    engine = lossy_engine(env.store, Loss.REPLY, times=losses)
 
     started = await engine.start_operation("replay", {"public_state": "failed"}, reason="x", operation_id=OPERATION)
     again = await engine.start_operation("replay", {"public_state": "failed"}, reason="x", operation_id=OPERATION)

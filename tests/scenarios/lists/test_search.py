@@ -11,6 +11,7 @@ from flowfabric.engine.operations import search
 from flowfabric.engine.validation.execution_filter import validate_filter
 from tests.scenarios.env import Env
 from tests.scenarios.execution.test_finish import retries
+from tests.scenarios.pages import all_pages
 
 SEARCH: Any = search
 
@@ -36,14 +37,8 @@ async def test_a_mixture_of_ids_is_listed_newest_first(env: Env) -> None:
                 made.append(await env.create(execution_id=child, parent_id=numbered(5, 1)))
     created = {name: (await env.core(name))["created_at"] for name in made}
 
-    listed: list[str] = []
-    cursor = None
-    while True:
-        page = await env.engine.search_executions(cursor=cursor, limit=5)
-        listed += [one.execution_id for one in page.executions]
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = await all_pages(env.engine.search_executions, limit=5)
+    listed = [one.execution_id for page in pages for one in page.executions]
 
     assert listed == sorted(made, key=lambda name: (created[name], name), reverse=True)
 
@@ -58,14 +53,8 @@ async def test_search_pages_through_executions_that_match_every_filter(env: Env)
             wanted.append(e)
     await env.create(namespace="n2", tags={"app.kind": "a"})
 
-    listed: list[str] = []
-    cursor = None
-    while True:
-        page = await env.engine.search_executions(namespace="n1", tag=("app.kind", "a"), cursor=cursor, limit=3)
-        listed += [one.execution_id for one in page.executions]
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = await all_pages(env.engine.search_executions, namespace="n1", tag=("app.kind", "a"), limit=3)
+    listed = [one.execution_id for page in pages for one in page.executions]
 
     assert listed == wanted[::-1]
 
@@ -121,18 +110,10 @@ async def test_a_search_that_finds_too_little_says_that_it_is_incomplete_and_con
         await env.create(execution_id=numbered(5, 9 + number), namespace="other")
     searches = env.store.calls["search"]
 
-    listed: list[str] = []
-    cursor, incomplete = None, []
-    while True:
-        page = await env.engine.search_executions(namespace="n1", cursor=cursor, limit=2)
-        listed += [one.execution_id for one in page.executions]
-        incomplete.append(page.incomplete)
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = await all_pages(env.engine.search_executions, namespace="n1", limit=2)
 
-    assert listed == rare
-    assert incomplete == [True, True, False]
+    assert [one.execution_id for page in pages for one in page.executions] == rare
+    assert [page.incomplete for page in pages] == [True, True, False]
     assert env.store.calls["search"] - searches == 3, "one call of the store for each page, whatever it finds"
 
 

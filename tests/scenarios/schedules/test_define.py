@@ -16,6 +16,7 @@ from flowfabric.model.scheduling.schedule import Calendar, Overlap, PausedBy, Sc
 from flowfabric.rules.schedules.identity import run_id
 from flowfabric.testing import FlakyStore, Loss
 from tests.scenarios.env import Env
+from tests.scenarios.lossy_engine import lossy_engine
 from tests.scenarios.schedules.test_fire import (
     MINUTE,
     MINUTELY,
@@ -72,9 +73,7 @@ async def test_a_lost_reply_is_found_again(
     env: Env, loss: Loss, call: Callable[[Engine, Any], Awaitable[object]], writes: object
 ) -> None:
     await put(env)
-    flaky = FlakyStore(env.store)
-    other = Engine(flaky, minter=SeededMinter(2))
-    flaky.lose("commit", loss)
+    other = lossy_engine(env.store, loss)
     # The outcome of a delete whose reply is lost cannot be distinguished from that of another caller's.
     assert await call(other, run_of(env)) in (writes, False)
     found = (await env.engine.list_schedules()).schedules
@@ -88,9 +87,7 @@ async def test_a_lost_reply_is_found_again(
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_a_trigger_whose_reply_is_lost_creates_one_run(env: Env, loss: Loss) -> None:
     await put(env)
-    flaky = FlakyStore(env.store)
-    other = Engine(flaky, minter=SeededMinter(2))
-    flaky.lose("commit", loss)
+    other = lossy_engine(env.store, loss)
     first = await other.trigger_schedule(NAME, trigger_id=TRIGGER)
     async with env.unchanged():
         again = await env.engine.trigger_schedule(NAME, trigger_id=TRIGGER)
@@ -103,9 +100,7 @@ async def test_a_trigger_whose_reply_is_lost_creates_one_run(env: Env, loss: Los
 @pytest.mark.parametrize("loss", list(Loss))
 async def test_a_backfill_whose_reply_is_lost_creates_each_run_once(env: Env, loss: Loss) -> None:
     await put(env)
-    flaky = FlakyStore(env.store)
-    other = Engine(flaky, minter=SeededMinter(2))
-    flaky.lose("commit", loss)
+    other = lossy_engine(env.store, loss)
     end = env.now - env.now % MINUTE
     await other.backfill_schedule(NAME, end - 5 * MINUTE, end, overlap="allow")
     row = await row_of(env)
@@ -116,9 +111,7 @@ async def test_a_backfill_whose_reply_is_lost_creates_each_run_once(env: Env, lo
 async def test_a_resume_whose_reply_is_lost_resumes(env: Env) -> None:
     await put(env)
     await env.engine.pause_schedule(NAME)
-    flaky = FlakyStore(env.store)
-    flaky.lose("commit", Loss.REPLY)
-    await Engine(flaky, minter=SeededMinter(2)).resume_schedule(NAME)
+    await lossy_engine(env.store, Loss.REPLY).resume_schedule(NAME)
     row = await row_of(env)
     assert (row.paused_at, row.next_at) == (None, row.next_instant)
 

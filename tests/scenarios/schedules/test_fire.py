@@ -17,6 +17,7 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.schedules.identity import run_id
 from flowfabric.rules.schedules.views import ScheduleDescription
 from flowfabric.testing import FlakyStore, Loss
+from tests.executions import create_request
 from tests.scenarios.env import Env
 
 MINUTE = 60_000
@@ -26,7 +27,7 @@ MINUTELY = ScheduleSpec(cron="* * * * *")
 
 def run_of(env: Env, **fields: Any) -> CreateExecution:
     given: dict[str, Any] = {"namespace": "default", "lane_id": "default", "execution_kind": "report"} | fields
-    return CreateExecution(execution_id=env.engine.new_execution_id(), partition=0, **given)
+    return create_request(env.engine.new_execution_id(), **given)
 
 
 async def put(env: Env, spec: ScheduleSpec = MINUTELY, name: str = NAME, **options: Any) -> str:

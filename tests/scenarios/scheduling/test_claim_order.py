@@ -16,6 +16,7 @@ from flowfabric.model.answers.execution import Claimed, ClaimGrant, OperatorClai
 from flowfabric.model.states import AttemptType
 from flowfabric.rules.security import grant_key as grant_keys
 from flowfabric.rules.security.grant_key import GrantFault
+from tests.executions import claim_one
 from tests.scenarios.env import ACTIVE, LEASE_MS, WAITING, Env, terminal
 from tests.scenarios.scheduling.test_grants import MISSING, requires
 
@@ -157,8 +158,7 @@ CLAIM_OPERATIONS = ["claim", "claim_admitted", "claim_for_worker"]
 @pytest.mark.parametrize("method", CLAIM_OPERATIONS)
 async def test_a_lease_that_expires_after_a_scan_is_taken_over_in_queue_order(env: Env, method: str, ttl: int) -> None:
     await env.create(priority=9)
-    claim = await env.engine.claim("default", worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=ttl)
-    assert claim is not None
+    claim = await claim_one(env.engine, worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=ttl)
     await env.create()
     env.clock.advance_ms(ttl)
 
@@ -171,8 +171,7 @@ async def test_a_lease_that_expires_after_a_scan_is_taken_over_in_queue_order(en
 async def test_an_expired_lease_of_another_process_is_taken_over_in_queue_order(env: Env) -> None:
     other = Engine(env.engine.store, minter=SeededMinter(9))
     await env.create(priority=9)
-    claim = await other.claim("default", worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=100)
-    assert claim is not None
+    claim = await claim_one(other, worker_id="wa", worker_instance_id="wa-1", lease_ttl_ms=100)
     for _ in range(2):
         await env.create()
     assert await env.claim_next("wb") is not None  # a scan while the lease is live
@@ -282,9 +281,7 @@ async def test_a_lease_revoked_by_another_process_is_taken_over_at_once(env: Env
     assert await other.claim("default", worker_id="wb", worker_instance_id="wb-1") is None
     await env.revoke_lease(claim)
 
-    claimed = await other.claim("default", worker_id="wb", worker_instance_id="wb-1")
-
-    assert claimed is not None
+    claimed = await claim_one(other, worker_id="wb", worker_instance_id="wb-1")
     assert (claimed.execution_id, claimed.attempt_type) == (claim.execution_id, AttemptType.RECLAIM)
 
 
@@ -292,15 +289,12 @@ async def test_a_busy_worker_discovers_a_new_queue_soon(env: Env) -> None:
     other = Engine(env.engine.store, minter=SeededMinter(9))
     for _ in range(3):
         await env.create()
-    first = await other.claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
-    assert first is not None
+    await claim_one(other, worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
     urgent = await env.create(priority=9, policy=requires("gpu"))
     env.clock.advance_ms(2000)
     await other.describe_execution(urgent)  # any call updates the clock estimate of an engine
 
-    claimed = await other.claim("default", worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
-
-    assert claimed is not None
+    claimed = await claim_one(other, worker_id="wb", worker_instance_id="wb-1", capabilities={"gpu"})
     assert claimed.execution_id == urgent
 
 

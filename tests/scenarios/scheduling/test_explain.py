@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 
 from flowfabric import errors
-from flowfabric.engine.types import FreshWaitpoint, GateArgs, Single, SuspendArgs
+from flowfabric.engine.types import GateArgs, Single
 from flowfabric.model import obstacles
 from flowfabric.model.gate import GateKind
 from flowfabric.model.obstacles import Obstacle
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import format_instant
+from tests.executions import suspend_args
 from tests.scenarios.durable_function import DurableFunction
 from tests.scenarios.env import GRANT_MS, LEASE_MS, Env
 from tests.scenarios.flow_env import FlowEnv
 from tests.scenarios.limits.test_budget_suspension import RESET_MS, suspend_on_budget
 from tests.scenarios.limits.test_budgets import B, budget, report
 from tests.scenarios.limits.test_quotas import Q, check, policy
-from tests.scenarios.limits.test_reservations import R1, R2, reserve
+from tests.scenarios.limits.test_reservations import reserve
 from tests.scenarios.scheduling.test_claims import claim_admitted
 from tests.scenarios.scheduling.test_grants import MISSING, requires
 from tests.scenarios.scheduling.test_workers import register
@@ -229,17 +230,8 @@ async def test_explain_reports_unfinished_dependencies(env: Env) -> None:
 
 async def test_explain_reports_a_suspension(env: Env) -> None:
     claim = await env.create_and_claim()
-    await env.engine.suspend(
-        claim.handle,
-        SuspendArgs(
-            suspension_id=R1,
-            waitpoints=(FreshWaitpoint(R2, "ok"),),
-            resume_condition=Single("ok"),
-            reason_code="waiting_for_approval",
-            now=env.now,
-            timeout_at=env.now + 500,
-        ),
-    )
+    wait = suspend_args(env.now, Single("ok"), key="ok", reason_code="waiting_for_approval", timeout_at=env.now + 500)
+    await env.engine.suspend(claim.handle, wait)
 
     assert await obstacle_of(env, claim.execution_id) == obstacles.SuspendedObstacle(
         "waiting_for_approval", ("ok",), env.now + 500

@@ -24,8 +24,8 @@ from flowfabric.ids import (
 from flowfabric.keyed_create import create_with_fresh_id
 from flowfabric.model.answers.execution import Created, Duplicate
 from flowfabric.model.scheduling.lane import LaneSpread
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.scheduling.lane_spread import GRACE_MS, SETTLE_MS
+from tests.executions import create_request
 from tests.scenarios.checked_store import dump
 from tests.scenarios.env import DEFAULT_PARTITION, Env
 
@@ -156,14 +156,7 @@ async def test_a_key_from_before_a_change_of_the_spread_is_still_known(env: Env,
 
     assert at(env.engine.new_execution_id(LANE, key)) != at(first.execution_id)
     assert await create(env.engine, key) == Duplicate(first.execution_id)
-    bulk = CreateExecution(
-        execution_id=env.engine.new_execution_id(LANE, key),
-        partition=0,
-        namespace="default",
-        lane_id=LANE,
-        execution_kind="task",
-        idempotency_key=key,
-    )
+    bulk = create_request(env.engine.new_execution_id(LANE, key), LANE, idempotency_key=key)
     assert await env.engine.create_executions([bulk]) == [Duplicate(first.execution_id)]
     assert len((await dump(env.store.store))["ff_exec_core"]) == 1
 

@@ -8,6 +8,7 @@ from flowfabric.engine.metrics import queue_depth
 from flowfabric.engine.operations import overview
 from flowfabric.model.event import Topic
 from tests.scenarios.env import Env
+from tests.scenarios.pages import all_pages
 
 BUDGET = "11111111-1111-4111-8111-111111111111"
 QUOTA = "22222222-2222-4222-8222-222222222222"
@@ -119,14 +120,8 @@ async def test_flows_are_listed_newest_first_over_all_partitions(env: Env) -> No
         await env.engine.create_flow(flow, namespace="n1" if number % 3 else "n2")
         made.append((env.now, flow, number))
 
-    listed: list[str] = []
-    cursor = None
-    while True:
-        page = await env.engine.search_flows(cursor=cursor, limit=3)
-        listed += [one.flow_id for one in page.flows]
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = await all_pages(env.engine.search_flows, limit=3)
+    listed = [one.flow_id for page in pages for one in page.flows]
 
     assert listed == [flow for _, flow, _ in sorted(made, reverse=True)]
     own = await env.engine.search_flows(namespace="n2", limit=2)

@@ -16,10 +16,10 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.limits.budget import Budget, BudgetDimension
 from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import BlockingReason
-from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.feed import Filter
 from flowfabric.settings import Settings
 from flowfabric.stores.queries import Read, Scan
+from tests.executions import create_request, new_execution
 from tests.scenarios.env import ACTIVE, DEFAULT_PARTITION, EXPIRED_LEASE, WAITING, Env, terminal
 from tests.scenarios.limits.test_budgets import B, budget, report
 from tests.scenarios.limits.test_quotas import Q, policy
@@ -357,8 +357,7 @@ async def test_the_default_retention_can_be_set(env: Env) -> None:
 
 async def test_trim_retention_uses_a_configured_default_longer_than_a_day(env: Env) -> None:
     engine = Engine(env.engine.store, minter=SeededMinter(9), settings=Settings(retention_ms=3 * DAY_MS))
-    e = engine.new_execution_id()
-    await engine.create_execution(execution_id=e)
+    e = await new_execution(engine)
     await engine.cancel_execution(e)
 
     env.clock.advance_ms(2 * DAY_MS)
@@ -389,9 +388,7 @@ async def test_the_default_retention_applies_to_graph_members(env: Env) -> None:
     engine = Engine(env.engine.store, minter=SeededMinter(9), settings=Settings(retention_ms=1000))
     flow_id = FlowId(engine.minter.uuid())
     member = mint_for_flow(flow_id, engine.partitions, engine.minter)
-    node = CreateExecution(
-        execution_id=member, partition=0, namespace="default", lane_id="default", execution_kind="task"
-    )
+    node = create_request(member)
     await engine.create_flow_graph(flow_id, [node])
     await engine.cancel_execution(member)
 

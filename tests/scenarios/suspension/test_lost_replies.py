@@ -26,6 +26,7 @@ from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
 from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from flowfabric.stores.port import Store
 from flowfabric.testing import FlakyStore, Loss, check_invariants
+from tests.executions import claim_one
 from tests.scenarios.checked_store import dump
 from tests.scenarios.env import Env
 from tests.scenarios.waits import ANY, SATISFIED, Waits
@@ -289,8 +290,7 @@ async def test_a_resuming_signal_with_a_lost_reply_is_recognised_after_completio
         assert await flaky.waits.effect(claim.execution_id, "go", p) == SATISFIED
 
     async def concurrently() -> None:
-        claimed = await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
-        assert claimed is not None
+        claimed = await claim_one(flaky.other, worker_id="wz", worker_instance_id="wz-1")
         await flaky.other.complete(claimed.handle)
 
     await lose_reply_after(flaky, call, concurrently)
@@ -358,8 +358,7 @@ async def test_a_resume_with_a_lost_reply_does_not_end_the_next_suspension(flaky
         assert await flaky.engine.resume_execution(claim.execution_id) == Resumed(PublicState.WAITING)
 
     async def concurrently() -> None:
-        claimed = await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
-        assert claimed is not None
+        claimed = await claim_one(flaky.other, worker_id="wz", worker_instance_id="wz-1")
         await flaky.other.suspend(claimed.handle, flaky.waits.args())
 
     await lose_reply_after(flaky, call, concurrently)
@@ -421,8 +420,7 @@ async def test_a_late_frame_loses_against_a_concurrent_takeover(flaky: FlakyEnv)
     request = asyncio.create_task(flaky.engine.append_frame(claim.handle, b"late"))
     await paused.reached()
     flaky.env.clock.now = (await flaky.env.core(claim.execution_id))["lease_expires_at"]
-    takeover = await flaky.other.claim("default", worker_id="wz", worker_instance_id="wz-1")
-    assert takeover is not None
+    await claim_one(flaky.other, worker_id="wz", worker_instance_id="wz-1")
     paused.release()
 
     with pytest.raises(Exception, match="stale_owner_cannot_append"):

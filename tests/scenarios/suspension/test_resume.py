@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from flowfabric.model.suspension import TimeoutBehavior
 from flowfabric.rules.suspension.arguments import FreshWaitpoint
 from flowfabric.rules.suspension.resume import Resumed, SuspensionExpiry
 from tests.scenarios.env import ACTIVE, DEFAULT_PARTITION, RESUMABLE, Env, terminal
+from tests.scenarios.pages import all_pages
 from tests.scenarios.waits import NO_TIMEOUT, SATISFIED, SUSPENDED, Waits, named
 
 RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
@@ -266,13 +268,8 @@ async def test_the_list_of_suspended_executions_is_paged_by_timeout(env: Env, wa
     expected = [SuspendedEntry(e, score, "waiting_for_signal") for score, e, _ in order]
 
     async def pages(cursor: str | None = None) -> list[SuspendedEntry]:
-        entries = []
-        while True:
-            page = await env.engine.list_suspended("{fp:86}", cursor=cursor, limit=2)
-            entries += page.entries
-            cursor = page.next_cursor
-            if cursor is None:
-                return entries
+        found = await all_pages(partial(env.engine.list_suspended, "{fp:86}"), cursor=cursor, limit=2)
+        return [entry for page in found for entry in page.entries]
 
     assert await pages() == expected
     assert (await env.engine.list_suspended(DEFAULT_PARTITION, limit=0)).entries == []

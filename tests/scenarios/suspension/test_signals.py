@@ -121,13 +121,16 @@ async def test_an_approval_signal_resumes_its_own_lane_and_waitpoint(env: Env, w
     claim, p = await waits.create_suspended(named("approved"))
 
     async def approve(
-        execution: str = claim.execution_id, lane: str = "default", waitpoint: str = p.waitpoint_id
+        execution: str = claim.execution_id,
+        lane: str = "default",
+        waitpoint: str = p.waitpoint_id,
+        name: str = "approved",
     ) -> Accepted | DuplicateDelivery:
         return await env.engine.deliver_approval_signal(
             execution,
             lane_id=lane,
             waitpoint_id=waitpoint,
-            signal_name="approved",
+            signal_name=name,
             idempotency_suffix="d1",
             signal_dedup_ttl_ms=60_000,
         )
@@ -147,14 +150,7 @@ async def test_an_approval_signal_resumes_its_own_lane_and_waitpoint(env: Env, w
     assert (seen.signal_category, seen.source_type, seen.source_identity) == ("approval", "operator", "")
 
     other, q = await waits.create_suspended(ANY)
-    rejected = await env.engine.deliver_approval_signal(
-        other.execution_id,
-        lane_id="default",
-        waitpoint_id=q.waitpoint_id,
-        signal_name="rejected",
-        idempotency_suffix="d1",
-        signal_dedup_ttl_ms=60_000,
-    )
+    rejected = await approve(other.execution_id, waitpoint=q.waitpoint_id, name="rejected")
     assert isinstance(rejected, Accepted)
     assert rejected.effect == SATISFIED
 

@@ -21,6 +21,7 @@ from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.sdk.worker.worker import Worker
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
+from tests.executions import claim_one
 from tests.sdk.conftest import running_worker, wait_until_suspended, wait_until_true
 
 on_stores = pytest.mark.parametrize("url", STORES, indirect=True)  # The store of a server is in another process.
@@ -44,6 +45,24 @@ def intercept_completions(store: Any, monkeypatch: pytest.MonkeyPatch, before: C
         return result
 
     monkeypatch.setattr(store, "commit", committing)
+
+
+class HeldCompletions:
+    """The completions that wait for an event to be committed: how many runs each of them ends."""
+
+    def __init__(self) -> None:
+        self.reported: list[int] = []
+        self.may_land = asyncio.Event()
+
+    async def hold(self, ends: int) -> None:
+        self.reported.append(ends)
+        await self.may_land.wait()
+
+
+async def hold_completions(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> HeldCompletions:
+    held = HeldCompletions()
+    intercept_completions(await store_of(app), monkeypatch, held.hold)
+    return held
 
 
 @on_stores
@@ -75,26 +94,19 @@ async def test_single_completions_are_batched_while_others_are_in_flight(
         await may_end[number].wait()
         return number
 
-    reported: list[int] = []
-    may_land = asyncio.Event()
-
-    async def hold(ends: int) -> None:
-        reported.append(ends)
-        await may_land.wait()
-
     runs = await work.submit_many(range(6))
-    intercept_completions(await store_of(app), monkeypatch, hold)
+    held = await hold_completions(app, monkeypatch)
     async with running_worker(app, slots=6) as worker:
         for number, event in enumerate(may_end[:2]):
             event.set()
-            await wait_until_true(lambda count=number + 1: len(reported) == count)  # type: ignore[misc]
+            await wait_until_true(lambda count=number + 1: len(held.reported) == count)  # type: ignore[misc]
         for event in may_end[2:]:
             event.set()
         await wait_until_true(lambda: worker.running == 0)
-        assert reported == [1, 1], "two are under way, and the others wait for them"
-        may_land.set()
+        assert held.reported == [1, 1], "two are under way, and the others wait for them"
+        held.may_land.set()
         assert [await run.result(20) for run in runs] == [*range(6)]
-    assert reported == [1, 1, 4]
+    assert held.reported == [1, 1, 4]
 
 
 @on_stores
@@ -110,28 +122,21 @@ async def test_completions_wait_for_each_other_behind_a_large_batch_in_flight(
         await may_end[max(0, number - 9)].wait()
         return number
 
-    reported: list[int] = []
-    may_land = asyncio.Event()
-
-    async def hold(ends: int) -> None:
-        reported.append(ends)
-        await may_land.wait()
-
     runs = await work.submit_many(range(12))
-    intercept_completions(await store_of(app), monkeypatch, hold)
+    held = await hold_completions(app, monkeypatch)
     async with running_worker(app, slots=12) as worker:
         await wait_until_true(lambda: len(begun) == 12)
         may_end[0].set()
-        await wait_until_true(lambda: reported == [10])
+        await wait_until_true(lambda: held.reported == [10])
         for event in may_end[1:]:
             event.set()
             for _ in range(100):  # enough loop iterations to be sent alone
                 await asyncio.sleep(0)
         await wait_until_true(lambda: worker.running == 0)
-        assert reported == [10]
-        may_land.set()
+        assert held.reported == [10]
+        held.may_land.set()
         assert [await run.result(20) for run in runs] == [*range(12)]
-    assert reported == [10, 2]
+    assert held.reported == [10, 2]
 
 
 @on_stores
@@ -147,26 +152,19 @@ async def test_as_many_completions_as_are_in_flight_are_sent_beside_them(
         await may_end[number // LARGE_BATCH].wait()
         return number
 
-    reported: list[int] = []
-    may_land = asyncio.Event()
-
-    async def hold(ends: int) -> None:
-        reported.append(ends)
-        await may_land.wait()
-
     runs = await work.submit_many(range(3 * LARGE_BATCH))
-    intercept_completions(await store_of(app), monkeypatch, hold)
+    held = await hold_completions(app, monkeypatch)
     async with running_worker(app, slots=len(runs)) as worker:
         await wait_until_true(lambda: len(begun) == len(runs))
         for event, sent in zip(may_end, (1, 2, 2), strict=True):
             left = worker.running - LARGE_BATCH
             event.set()
             await wait_until_true(lambda left=left: worker.running == left)  # type: ignore[misc]
-            await wait_until_true(lambda sent=sent: len(reported) == sent)  # type: ignore[misc]
-        assert reported == [LARGE_BATCH, LARGE_BATCH], "two are under way, and the others wait for them"
-        may_land.set()
+            await wait_until_true(lambda sent=sent: len(held.reported) == sent)  # type: ignore[misc]
+        assert held.reported == [LARGE_BATCH, LARGE_BATCH], "two are under way, and the others wait for them"
+        held.may_land.set()
         assert [await run.result(20) for run in runs] == [*range(len(runs))]
-    assert reported == [LARGE_BATCH] * 3
+    assert held.reported == [LARGE_BATCH] * 3
 
 
 @on_stores
@@ -180,21 +178,16 @@ async def test_a_worker_claims_no_more_while_too_many_completions_are_unsent(
         started.append(number)
         return number
 
-    may_land = asyncio.Event()
-
-    async def hold(_: int) -> None:
-        await may_land.wait()
-
     runs = await work.submit_many(range(20))
     engine: Any = await app.engine()
-    intercept_completions(engine.store, monkeypatch, hold)
+    held = await hold_completions(app, monkeypatch)
     async with running_worker(app, slots=2):
         await wait_until_true(lambda: len(started) == 6)
         await wait_until_true(lambda: engine.metrics.counter_value("ff_worker_at_capacity") > 0)
         for _ in range(10):  # It had this many opportunities to claim more.
             assert await engine.claim("another", worker_id="w", worker_instance_id="w-1") is None
         assert len(started) == 6, "two rounds are not reported, and the third one was begun when there was one less"
-        may_land.set()
+        held.may_land.set()
         assert [await run.result(20) for run in runs] == [*range(20)]
 
 
@@ -215,11 +208,11 @@ async def test_a_result_that_is_too_large_fails_its_run_only(app: Fabric, monkey
 
 @on_stores
 async def test_a_stopping_worker_waits_for_completions_in_flight(app: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, worker, working, may_land = await _with_completion_in_flight(app, monkeypatch)
+    run, worker, working, held = await _with_completion_in_flight(app, monkeypatch)
     worker.stop()
     done, _ = await asyncio.wait((working,), timeout=0.05)
     assert not done
-    may_land.set()
+    held.may_land.set()
     await working
     assert await run.result(5) == "done"
 
@@ -228,12 +221,12 @@ async def test_a_stopping_worker_waits_for_completions_in_flight(app: Fabric, mo
 async def test_a_completion_that_does_not_arrive_is_abandoned_at_a_fast_stop_and_the_run_released(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, worker, working, may_land = await _with_completion_in_flight(app, monkeypatch)
+    run, worker, working, held = await _with_completion_in_flight(app, monkeypatch)
     worker.stop()
     worker.stop()
     await working
     assert await run.state() in (PublicState.DELAYED, PublicState.WAITING)
-    may_land.set()
+    held.may_land.set()
     again = asyncio.create_task((other := Worker(app)).work())
     assert await run.result(20) == "done"
     assert len(await run.attempts()) == 1
@@ -243,26 +236,19 @@ async def test_a_completion_that_does_not_arrive_is_abandoned_at_a_fast_stop_and
 
 async def _with_completion_in_flight(
     app: Fabric, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Run[str], Worker, asyncio.Task[None], asyncio.Event]:
-    """A run whose handler has finished and whose completion is committed when the event is set."""
+) -> tuple[Run[str], Worker, asyncio.Task[None], HeldCompletions]:
+    """A run whose handler has finished and whose completion is held."""
 
     @app.task
     async def work() -> str:
         return "done"
 
-    under_way, may_land = asyncio.Event(), asyncio.Event()
-
-    async def hold(_: int) -> None:
-        under_way.set()
-        await may_land.wait()
-
     run = await work.submit()
-    intercept_completions(await store_of(app), monkeypatch, hold)
+    held = await hold_completions(app, monkeypatch)
     worker = Worker(app)
     task = asyncio.create_task(worker.work())
-    async with asyncio.timeout(20):
-        await under_way.wait()
-    return run, worker, task, may_land
+    await wait_until_true(lambda: bool(held.reported), 20)
+    return run, worker, task, held
 
 
 # -- one attempt ------------------------------------------------------------------------------------------------------
@@ -280,8 +266,7 @@ async def test_a_cancelled_attempt_finishes_once_whether_or_not_it_had_started(f
     ended: list[tuple[Claimed, Outcome | None]] = []
     engine: Any = await file_app.engine()
     await endless.submit()
-    claimed = await engine.claim("default", worker_id="w", worker_instance_id="w-1")
-    assert claimed is not None
+    claimed = await claim_one(engine)
     attempts = AttemptRunner(
         file_app,
         engine,

@@ -16,6 +16,7 @@ from flowfabric.sdk.worker.runner import AttemptRunner
 from flowfabric.stores.memory.store import MemoryStore
 from flowfabric.stores.port import Store
 from flowfabric.testing import World
+from tests.executions import claim_one
 
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 
@@ -108,8 +109,7 @@ async def _outcome_after(stall_ms: int, engine: Engine, clock: ManualClock, task
     """Return the outcome of an attempt whose worker stalls between its claim and the start of the handler."""
     handlers.bind(engine)
     run = await task.submit()
-    claimed = await engine.claim("default", lease_ttl_ms=15_000, **WORKER)
-    assert claimed is not None
+    claimed = await claim_one(engine, lease_ttl_ms=15_000, **WORKER)
     ended: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
     attempts = AttemptRunner(
         handlers,

@@ -18,6 +18,7 @@ from flowfabric.model.scheduling.worker import WorkerEntry
 from flowfabric.model.states import PublicState
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import STORES
+from tests.executions import new_execution
 from tests.sdk.conftest import running_worker, wait_until
 
 
@@ -377,8 +378,7 @@ async def test_work_of_an_unknown_kind_is_left_to_others(app: Fabric, caplog: py
     async def known() -> None: ...
 
     engine = await app.engine()
-    stranger = engine.new_execution_id()
-    await engine.create_execution(execution_id=stranger, execution_kind="not.here")
+    stranger = await new_execution(engine, execution_kind="not.here")
 
     async def delayed() -> bool:
         return await engine.read_execution_state(stranger) is PublicState.DELAYED

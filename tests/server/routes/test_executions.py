@@ -31,9 +31,7 @@ async def test_create(api: ApiClient) -> None:
 async def test_a_second_create_with_the_same_id_is_a_duplicate(api: ApiClient) -> None:
     body = api.create_body()
     await api.post("/v1/executions", body)
-    answer = await api.post("/v1/executions", body)
-
-    assert (answer.status_code, answer.json()) == (200, {"Duplicate": {"execution_id": body["execution_id"]}})
+    assert await api.post_json("/v1/executions", body) == (200, {"Duplicate": {"execution_id": body["execution_id"]}})
 
 
 @pytest.mark.spec("R13")
@@ -57,9 +55,7 @@ async def test_get(api: ApiClient) -> None:
 @pytest.mark.spec("R14")
 async def test_get_of_an_unknown_execution_is_not_found(api: ApiClient) -> None:
     unknown = new_execution_id()
-    answer = await api.get(path(unknown))
-
-    assert (answer.status_code, answer.json()) == (404, {"error": f"execution not found: {unknown}"})
+    assert await api.get_json(path(unknown)) == (404, {"error": f"execution not found: {unknown}"})
 
 
 @pytest.mark.spec("R15")
@@ -90,9 +86,7 @@ async def test_a_second_cancel_returns_the_same_response(api: ApiClient) -> None
 async def test_a_cancelled_execution_is_replayed(api: ApiClient) -> None:
     execution_id = await api.create()
     await api.post(path(execution_id, "cancel"), api.cancel_body(execution_id))
-    answer = await api.post(path(execution_id, "replay"))
-
-    assert (answer.status_code, answer.json()) == (200, {"Replayed": {"public_state": "waiting"}})
+    assert await api.post_json(path(execution_id, "replay")) == (200, {"Replayed": {"public_state": "waiting"}})
     assert await api.state(execution_id) == "waiting"
 
 
@@ -124,9 +118,7 @@ async def test_revoke_without_a_lease_is_already_satisfied(api: ApiClient) -> No
 @pytest.mark.spec("R22")
 async def test_a_revoked_lease_cannot_be_renewed(api: ApiClient) -> None:
     held = await api.create_claimed()
-    answer = await api.post(path(held.execution_id, "revoke-lease"))
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(path(held.execution_id, "revoke-lease")) == (
         200,
         {"Revoked": {"lease_id": held.lease_id, "lease_epoch": "1"}},
     )
@@ -136,9 +128,7 @@ async def test_a_revoked_lease_cannot_be_renewed(api: ApiClient) -> None:
 
 @pytest.mark.spec("R23")
 async def test_an_empty_partition_has_an_empty_list(api: ApiClient) -> None:
-    answer = await api.get("/v1/executions?partition=9")
-
-    assert (answer.status_code, answer.json()) == (200, {"executions": [], "next_cursor": None})
+    assert await api.get_json("/v1/executions?partition=9") == (200, {"executions": [], "next_cursor": None})
 
 
 @pytest.mark.spec("R24")
@@ -179,9 +169,7 @@ async def test_a_claim_issues_a_grant(api: ApiClient, clock: ManualClock) -> Non
 @pytest.mark.spec("R27")
 @pytest.mark.parametrize("ttl", [0, 60_001])
 async def test_a_grant_ttl_out_of_range_is_refused(api: ApiClient, ttl: int) -> None:
-    answer = await api.post(CLAIM, claim(grant_ttl_ms=ttl))
-
-    assert (answer.status_code, answer.json()) == (400, {"error": "grant_ttl_ms must be in 1..=60000"})
+    assert await api.post_json(CLAIM, claim(grant_ttl_ms=ttl)) == (400, {"error": "grant_ttl_ms must be in 1..=60000"})
 
 
 @pytest.mark.spec("R28")
@@ -216,9 +204,7 @@ async def test_a_reclaim_of_an_unknown_execution_is_not_found(api: ApiClient) ->
 @pytest.mark.spec("R31")
 async def test_a_waiting_execution_is_not_reclaimable(api: ApiClient) -> None:
     execution_id = await api.create()
-    answer = await api.post(path(execution_id, "reclaim"), reclaim())
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(path(execution_id, "reclaim"), reclaim()) == (
         200,
         {"status": "not_reclaimable", "execution_id": execution_id, "detail": "execution_not_reclaimable"},
     )
@@ -236,9 +222,7 @@ async def test_a_waiting_execution_is_not_reclaimable(api: ApiClient) -> None:
     ],
 )
 async def test_ids_in_a_claim_are_validated(api: ApiClient, url: str, body: object, text: str) -> None:
-    answer = await api.post(url, body)
-
-    assert (answer.status_code, answer.json()) == (400, {"error": text})
+    assert await api.post_json(url, body) == (400, {"error": text})
 
 
 @pytest.mark.spec("S-081")
@@ -269,9 +253,7 @@ UUID = "550e8400-e29b-41d4-a716-446655440000"
     ],
 )
 async def test_an_invalid_execution_id_is_refused(api: ApiClient, bad: str, text: str) -> None:
-    answer = await api.get(path(bad))
-
-    assert (answer.status_code, answer.json()) == (400, {"error": f"invalid execution_id: {text}"})
+    assert await api.get_json(path(bad)) == (400, {"error": f"invalid execution_id: {text}"})
     assert (await api.post("/v1/executions", api.create_body(bad))).status_code == 422
 
 
@@ -325,8 +307,7 @@ async def test_a_reclaim_grant_is_refused_unless_the_lease_has_expired(api: ApiC
     clock.advance_ms(60_000)
     granted = await api.post(url, reclaim())
     assert (granted.status_code, granted.json()["status"], granted.json()["lane_id"]) == (200, "granted", "L")
-    again = await api.post(url, reclaim())
-    assert (again.status_code, again.json()) == (
+    assert await api.post_json(url, reclaim()) == (
         409,
         {"error": "state_conflict: GrantAlreadyExists", "kind": "state_conflict", "retryable": False},
     )
@@ -357,9 +338,7 @@ async def test_replay_is_limited_and_needs_a_terminal_execution(api: ApiClient) 
     assert (await api.post(path(execution_id, "replay"))).status_code == 200
     await api.post(path(execution_id, "cancel"), api.cancel_body(execution_id))
 
-    spent = await api.post(path(execution_id, "replay"))
-
-    assert (spent.status_code, spent.json()) == (
+    assert await api.post_json(path(execution_id, "replay")) == (
         409,
         {"error": "max_replays_exhausted: MaxReplaysExhausted", "kind": "max_replays_exhausted", "retryable": False},
     )
@@ -419,9 +398,7 @@ async def test_a_create_with_an_invalid_field_is_unprocessable_and_creates_nothi
     api: ApiClient, wrong: object
 ) -> None:
     body = api.create_body() | wrong  # type: ignore[operator]
-    answer = await api.post("/v1/executions", body)
-
-    assert (answer.status_code, answer.json()) == (422, {"error": "invalid JSON: Unprocessable Entity"})
+    assert await api.post_json("/v1/executions", body) == (422, {"error": "invalid JSON: Unprocessable Entity"})
     assert (await api.get(path(str(body["execution_id"])))).status_code == 404
 
 
@@ -451,9 +428,7 @@ async def test_an_unknown_policy_key_is_reported_in_a_warning_header(api: ApiCli
 
 async def test_a_body_that_names_another_execution_than_the_path_is_refused(api: ApiClient) -> None:
     execution_id = await api.create()
-    answer = await api.post(path(execution_id, "cancel"), api.cancel_body(new_execution_id()))
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(path(execution_id, "cancel"), api.cancel_body(new_execution_id())) == (
         400,
         {"error": "path execution_id does not match body execution_id"},
     )

@@ -11,6 +11,7 @@ from flowfabric.ids import ExecutionId, FlowId, flow_partition, partition_of
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, PendingMemberCancel
 from flowfabric.stores.queries import Read
+from tests.executions import claim_one
 from tests.server.api_client import NOW, ApiClient, new_execution_id, path
 
 STALE = {"error": "contention: StaleGraphRevision", "kind": "contention", "retryable": True}
@@ -21,8 +22,7 @@ async def test_an_edge_is_staged_and_applied_once(api: ApiClient) -> None:
     flow_id, [a, b] = await api.create_flow(2)
     edge = api.edge_body(flow_id, a, b)
     url = f"/v1/flows/{flow_id}/edges"
-    staged = await api.post(url, edge | {"expected_graph_revision": 2})
-    assert (staged.status_code, staged.json()) == (
+    assert await api.post_json(url, edge | {"expected_graph_revision": 2}) == (
         201,
         {"Staged": {"edge_id": edge["edge_id"], "new_graph_revision": 3}},
     )
@@ -56,8 +56,7 @@ async def test_an_edge_that_closes_a_cycle_is_refused(api: ApiClient) -> None:
 async def test_a_downstream_waits_until_its_upstream_succeeds(api: ApiClient) -> None:
     flow_id, [a, b] = await api.create_flow(2)
     await api.apply_edge(flow_id, a, b)
-    held = await api.engine.claim("L", worker_id="w", worker_instance_id="w-1")
-    assert held is not None
+    held = await claim_one(api.engine, "L")
     assert held.execution_id == a
     await api.engine.complete(held.handle)
     await api.engine.dispatcher.wait_idle()
@@ -75,9 +74,7 @@ async def test_a_second_cancel_returns_the_first_policy(api: ApiClient) -> None:
     url = f"/v1/flows/{flow_id}/cancel"
     first = await api.post(url, cancellation(flow_id, "cancel_all"))
     assert first.json()["CancellationScheduled"]["member_count"] == 1
-    again = await api.post(url, cancellation(flow_id, "flow_only"))
-
-    assert (again.status_code, again.json()) == (
+    assert await api.post_json(url, cancellation(flow_id, "flow_only")) == (
         200,
         {"Cancelled": {"cancellation_policy": "cancel_all", "member_execution_ids": members}},
     )
@@ -110,9 +107,7 @@ async def test_a_cancel_that_waits_ends_at_its_timeout(api: ApiClient) -> None:
     url, body = f"/v1/flows/{flow_id}/cancel", {"flow_id": flow_id, "reason": "", "cancellation_policy": "cancel_all"}
 
     assert (await api.post(f"{url}?wait=true&timeout_ms=soon", body)).status_code == 400
-    late = await api.post(f"{url}?wait=true&timeout_ms=0", body)
-
-    assert (late.status_code, late.json()) == (
+    assert await api.post_json(f"{url}?wait=true&timeout_ms=0", body) == (
         504,
         {"error": "timeout: cancel_flow", "kind": "timeout", "retryable": False},
     )
@@ -163,8 +158,7 @@ async def test_errors_of_flows_have_their_status_and_kind(api: ApiClient) -> Non
     assert await answer(path(held.execution_id, "replay"), None) == (409, "execution_not_terminal", False)
     wrong = {"flow_id": flow_id, "execution_id": a, "now": NOW}
     assert await answer(f"/v1/flows/{unknown}/members", wrong) == (400, None, None)
-    reply = await api.get(f"/v1/budgets/{unknown}")
-    assert (reply.status_code, reply.json()) == (404, {"error": "not found: budget"})
+    assert await api.get_json(f"/v1/budgets/{unknown}") == (404, {"error": "not found: budget"})
     budget = await api.create_budget(95)
     breach = await api.post(f"{budget}/usage", {"dimensions": {"tokens": 10}, "now": NOW})
     body = {"HardBreach": {"dimension": "tokens", "current_usage": 95, "hard_limit": 100}}
@@ -314,9 +308,7 @@ async def test_usage_with_the_same_dedup_key_is_recorded_once(api: ApiClient) ->
 @pytest.mark.spec("R56")
 async def test_a_reset_clears_the_usage(api: ApiClient) -> None:
     url = await api.create_budget(40)
-    answer = await api.post(f"{url}/reset")
-
-    assert (answer.status_code, answer.json()) == (200, {"Reset": {"next_reset_at": 0}})
+    assert await api.post_json(f"{url}/reset") == (200, {"Reset": {"next_reset_at": 0}})
     assert await used(api, url) == 0
 
 

@@ -18,6 +18,7 @@ from flowfabric.server import ServerSettings
 from flowfabric.server.routes import ROUTE_GROUPS
 from flowfabric.server.routing import Route, Subject
 from flowfabric.stores.port import Store
+from tests.executions import claim_one
 from tests.server.api_client import ApiClient, bearer, path
 from tests.server.routes.test_leases import CLAIMS, call_lease, claim_body, claim_new
 
@@ -84,9 +85,7 @@ def body_of(route: Route, handle: str, execution_id: str = "{fp:7}:" + UUID) -> 
 
 async def test_an_unsigned_handle_is_refused_and_a_signed_one_is_accepted(api: ApiClient) -> None:
     held = await api.create_claimed()
-    refused = await api.post("/v1/leases/complete", {"handle": unsigned(held.handle)})
-
-    assert (refused.status_code, refused.json()) == (
+    assert await api.post_json("/v1/leases/complete", {"handle": unsigned(held.handle)}) == (
         400,
         {"error": "validation_error: handle: not a handle of this system"},
     )
@@ -98,9 +97,7 @@ async def test_an_unsigned_handle_is_refused_and_a_signed_one_is_accepted(api: A
 @pytest.mark.parametrize("place", [0, 3, 10, 60, -33, -32, -1])
 async def test_a_handle_with_one_altered_bit_is_refused(api: ApiClient, place: int) -> None:
     work = await claim_new(api)
-    refused = await api.post("/v1/leases/complete", {"handle": flip_bit(work["handle"], place)})
-
-    assert (refused.status_code, refused.json()) == (
+    assert await api.post_json("/v1/leases/complete", {"handle": flip_bit(work["handle"], place)}) == (
         400,
         {"error": "validation_error: handle: not a handle of this system"},
     )
@@ -125,9 +122,7 @@ async def test_a_signed_handle_ends_with_a_signature_of_32_bytes(api: ApiClient)
 async def test_every_holder_route_refuses_an_unsigned_handle(api: ApiClient, route: Route) -> None:
     held = await api.create_claimed()
     before = await api.engine.describe_execution(held.execution_id)
-    answer = await api.post(route.path, body_of(route, unsigned(held.handle)))
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(route.path, body_of(route, unsigned(held.handle))) == (
         400,
         {"error": "validation_error: handle: not a handle of this system"},
     )
@@ -287,8 +282,7 @@ async def test_a_cancel_on_the_engine_accepts_an_earlier_lease(api: ApiClient) -
     held = await api.create_claimed()
     await api.engine.delay_for(held.handle, 0)
     await api.engine.sweep_once("delayed_promoter")
-    again = await api.engine.claim("L", worker_id="w", worker_instance_id="w-1")
-    assert again is not None
+    again = await claim_one(api.engine, "L")
     await api.engine.delay_for(again.handle, 60_000)
 
     await api.engine.cancel(held.handle)

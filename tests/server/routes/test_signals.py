@@ -10,7 +10,7 @@ import pytest
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operations.suspensions import SuspendDetails, Suspended
-from flowfabric.engine.types import ByName, Count, CountKind, FreshWaitpoint, Single, SuspendArgs
+from flowfabric.engine.types import ByName, Count, CountKind, Single
 from flowfabric.model.change import Change, Guard, Upsert
 from flowfabric.model.security.signing_key import Keystore, SigningKey
 from flowfabric.rules.security.keystore import KeyUnchanged
@@ -18,6 +18,7 @@ from flowfabric.server.lifecycle import seed_signing_key
 from flowfabric.server.settings import ServerSettings
 from flowfabric.settings import Secret
 from flowfabric.stores.port import Store
+from tests.executions import suspend_args
 from tests.server.api_client import ApiClient, new_execution_id, path
 
 GO = Single("k", ByName("go"))
@@ -27,16 +28,7 @@ SOURCES = Count(2, CountKind.DISTINCT_SOURCES, ("k",))
 async def suspend_new(api: ApiClient, condition: Any = GO) -> tuple[str, SuspendDetails]:
     """Create an execution and suspend it on a waitpoint."""
     held = await api.create_claimed()
-    answer = await api.engine.suspend(
-        held.handle,
-        SuspendArgs(
-            suspension_id=str(uuid.uuid4()),
-            waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
-            resume_condition=condition,
-            reason_code="waiting_for_signal",
-            now=await api.engine.ping(),
-        ),
-    )
+    answer = await api.engine.suspend(held.handle, suspend_args(await api.engine.ping(), condition))
     assert isinstance(answer, Suspended)
     return held.execution_id, answer.details
 
@@ -221,9 +213,7 @@ ROTATE = "/v1/admin/rotate-waitpoint-secret"
 @pytest.mark.spec("R58")
 @pytest.mark.parametrize("secret", ["abc", "zz", ""])
 async def test_an_invalid_secret_is_refused(api: ApiClient, secret: str) -> None:
-    answer = await api.post(ROTATE, {"new_kid": "k2", "new_secret_hex": secret})
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.post_json(ROTATE, {"new_kid": "k2", "new_secret_hex": secret}) == (
         400,
         {"error": "new_secret_hex must be a non-empty even-length hex string"},
     )
@@ -241,8 +231,7 @@ async def test_a_token_of_the_previous_key_is_accepted_during_its_grace(api: Api
     execution_id, details = await suspend_new(api)
     rotation = {"new_kid": "k2", "new_secret_hex": "ab" * 32}
     for _ in range(2):
-        rotated = await api.post(ROTATE, rotation)
-        assert (rotated.status_code, rotated.json()) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
+        assert await api.post_json(ROTATE, rotation) == (200, {"rotated": 1, "failed": [], "new_kid": "k2"})
     clash = await api.post(ROTATE, rotation | {"new_secret_hex": "cd" * 32})
     assert clash.status_code == 400
     assert clash.json()["error"].startswith("rotation failed on all partitions")

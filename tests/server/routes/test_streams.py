@@ -25,9 +25,7 @@ async def write_frames(api: ApiClient, *payloads: bytes) -> Any:
 
 @pytest.mark.spec("R38")
 async def test_an_attempt_without_frames_has_an_empty_stream(api: ApiClient) -> None:
-    answer = await api.get(stream(await api.create()))
-
-    assert (answer.status_code, answer.json()) == (200, {"frames": [], "count": 0})
+    assert await api.get_json(stream(await api.create())) == (200, {"frames": [], "count": 0})
 
 
 @pytest.mark.spec("R39")
@@ -63,9 +61,7 @@ async def test_the_stream_of_an_ended_attempt_is_closed(api: ApiClient) -> None:
     ],
 )
 async def test_limits_out_of_range_are_refused(api: ApiClient, query: str, text: str) -> None:
-    answer = await api.get(stream(await api.create(), query))
-
-    assert (answer.status_code, answer.json()) == (400, {"error": text})
+    assert await api.get_json(stream(await api.create(), query)) == (400, {"error": text})
 
 
 @pytest.mark.parametrize("cursor", ["-", "+", "", "x", "1-", "1-2-3"])
@@ -89,9 +85,7 @@ async def test_a_tail_starts_after_its_cursor(api: ApiClient) -> None:
 @pytest.mark.spec("R43")
 @pytest.mark.parametrize("cursor", ["start", "end"])
 async def test_a_symbolic_cursor_is_refused_for_a_tail(api: ApiClient, cursor: str) -> None:
-    answer = await api.get(stream(await api.create(), f"/tail?after={cursor}"))
-
-    assert (answer.status_code, answer.json()) == (
+    assert await api.get_json(stream(await api.create(), f"/tail?after={cursor}")) == (
         400,
         {"error": "after: XREAD cursor must be a concrete entry id; pass '0-0' to start from the beginning"},
     )

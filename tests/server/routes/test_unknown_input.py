@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.types import FreshWaitpoint, OperatorOnly, SuspendArgs
+from flowfabric.engine.types import OperatorOnly
 from flowfabric.errors import StoreFault, StoreUnavailable
 from flowfabric.ids import FlowId, flow_partition
+from tests.executions import suspend_args
 from tests.server.api_client import ApiClient, new_execution_id, path
 
 
@@ -69,9 +70,7 @@ async def test_a_list_of_a_partition_that_does_not_exist_is_refused(api: ApiClie
 async def test_a_flow_without_a_summary_is_reported_as_such(api: ApiClient) -> None:
     flow_id, _ = await api.create_flow(1)
 
-    reply = await api.get(f"/v1/flows/{flow_id}/summary")
-
-    assert (reply.status_code, reply.json()) == (404, {"error": "not found: flow_summary"})
+    assert await api.get_json(f"/v1/flows/{flow_id}/summary") == (404, {"error": "not found: flow_summary"})
 
 
 async def test_a_join_is_set_before_its_edges(api: ApiClient) -> None:
@@ -145,20 +144,10 @@ async def test_results_of_many_executions_are_read_in_one_request(api: ApiClient
 
 async def test_operators_list_and_resume_suspended_executions(api: ApiClient) -> None:
     held = await api.create_claimed()
-    await api.engine.suspend(held.handle, _suspend_args(await api.engine.ping()))
+    await api.engine.suspend(held.handle, suspend_args(await api.engine.ping(), OperatorOnly()))
     listed = (await api.get("/v1/suspended?partition=7")).json()["entries"]
     assert [one["execution_id"] for one in listed] == [held.execution_id]
     assert (await api.post(path(held.execution_id, "resume"), {})).json() == {"Resumed": {"public_state": "waiting"}}
-
-
-def _suspend_args(now: int) -> Any:
-    return SuspendArgs(
-        suspension_id=str(uuid.uuid4()),
-        waitpoints=(FreshWaitpoint(str(uuid.uuid4()), "k"),),
-        resume_condition=OperatorOnly(),
-        reason_code="waiting_for_operator_review",
-        now=now,
-    )
 
 
 async def test_the_limits_of_a_budget_can_be_changed(api: ApiClient) -> None:
@@ -195,9 +184,7 @@ async def test_an_unexpected_error_is_a_500_without_details(
         raise ZeroDivisionError("secret details")
 
     monkeypatch.setattr(engine, "list_lanes", broken)
-    answer = await api.get("/v1/lanes")
-
-    assert (answer.status_code, answer.json()) == (500, {"error": "engine: bug", "retryable": False})
+    assert await api.get_json("/v1/lanes") == (500, {"error": "engine: bug", "retryable": False})
 
 
 @pytest.mark.parametrize("what", ["explain", "progress", "snapshot", "end", "pending-waitpoints"])

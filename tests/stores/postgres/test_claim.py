@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 
@@ -85,8 +84,7 @@ async def test_a_row_that_is_changed_during_a_claim_is_claimed_once_with_its_own
     await insert_queued(pg, *four_and_others(lines))
     request = claim_request(3, *lines)
 
-    claiming = asyncio.create_task(paused_store.claim_rows(request))
-    await rival.blocks()
+    claiming = await rival.start_blocked(paused_store.claim_rows(request))
     await rival.connection.execute("update ff_exec_core set revision = 999 where execution_id = 'b'")
     await rival.connection.execute("select pg_advisory_unlock(7)")
     rows = [row for row, _ in (await claiming).rows]
@@ -102,8 +100,7 @@ async def test_a_row_that_leaves_its_queue_during_a_claim_is_not_claimed(
 ) -> None:
     await insert_queued(pg, *four_and_others(lines))
 
-    claiming = asyncio.create_task(paused_store.claim_rows(claim_request(3, *lines)))
-    await rival.blocks()
+    claiming = await rival.start_blocked(paused_store.claim_rows(claim_request(3, *lines)))
     await rival.connection.execute("update ff_exec_core set line = null where execution_id = 'b'")
     await rival.connection.execute("select pg_advisory_unlock(7)")
 

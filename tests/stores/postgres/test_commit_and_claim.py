@@ -119,9 +119,7 @@ class TestARowThatOthersAreWriting:
         enqueueing = change(put, guards=[Guard(Execution, ("a",), None, expected=like)])
         request = claim_request(1, eligibility_state=EligibilityState.NOT_APPLICABLE)
         await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-        committing = asyncio.create_task(pg.commit_and_claim([enqueueing], NO_TOPICS, request))
-        await rival.blocks()
-        return committing
+        return await rival.start_blocked(pg.commit_and_claim([enqueueing], NO_TOPICS, request))
 
     async def test_is_claimed_with_the_values_that_they_wrote(
         self, pg: PostgresStore, rival: Rival, committing: asyncio.Task[CommitAndClaimResult]

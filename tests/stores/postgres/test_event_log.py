@@ -83,8 +83,7 @@ async def test_two_batches_about_one_row_are_in_the_order_of_their_commits(pg: P
         guards=[Guard(Execution, ("a",), 5)],
         events=[event("a", lease="second")],
     )
-    commit = asyncio.create_task(pg.commit([second]))
-    await rival.blocks()
+    commit = await rival.start_blocked(pg.commit([second]))
     await rival.connection.execute(BATCH.format("a").replace("'emitted'", "'first'"))
     await rival.end()
 
@@ -131,8 +130,7 @@ async def test_concurrent_readers_and_writers_skip_and_repeat_nothing(database: 
 async def test_processes_that_number_batches_wait_for_each_other(pg: PostgresStore, rival: Rival) -> None:
     await emit(pg, "a")
     await rival.begin("select numbered from ff_feed for update")
-    page = asyncio.create_task(pg.feed(Topic.LEASE, 0, 10))
-    await rival.blocks()
+    page = await rival.start_blocked(pg.feed(Topic.LEASE, 0, 10))
     await rival.connection.execute(
         "update ff_batch set position = (select numbered + 1 from ff_feed) where position is null"
     )

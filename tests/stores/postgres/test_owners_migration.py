@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import apsw
-import asyncpg
 
 from flowfabric.engine.engine import Engine
 from flowfabric.ids import SeededMinter
@@ -19,7 +17,7 @@ from flowfabric.stores.postgres import migrator as postgres_schema
 from flowfabric.stores.sqlite import SQLiteStore
 from flowfabric.stores.sqlite import migrator as sqlite_schema
 from flowfabric.testing.limit_invariants import check_limit_invariants
-from tests.servers import postgres
+from tests.stores.postgres.old_database import old_database
 
 B = "0b000000-0000-4000-8000-000000000001"
 Q = "0c000000-0000-4000-8000-000000000001"
@@ -135,26 +133,13 @@ async def test_the_rows_of_an_older_file_belong_to_default(tmp_path: Path) -> No
 
 
 async def test_the_rows_of_an_older_database_belong_to_default() -> None:
-    server, name = postgres(), f"ff_owners_{os.getpid()}"
-    server.drop_database(name)
-    dsn = server.create_database(name)
-    try:
-        connection = await asyncpg.connect(dsn)
-        await connection.execute(postgres_schema._CREATE_VERSION_TABLE)
-        for step in postgres_schema.migrations():
-            if step.version <= BEFORE:
-                await connection.execute(step.text)
-                await connection.execute(
-                    "insert into ff_schema_version (version, name) values ($1, $2)", step.version, step.name
-                )
+    steps = [step for step in postgres_schema.migrations() if step.version <= BEFORE]
+    async with old_database("ff_owners", steps) as (dsn, connection):
         for words, values in inserts(usage.usage_key_digest("k")):
             for place in range(1, len(values) + 1):
                 words = words.replace("?", f"${place}", 1)
             await connection.execute(words, *values)
-        await connection.close()
 
         store = PostgresStore(dsn)
         await store.open(migrate=True)
         await interpreted_rows(store)
-    finally:
-        server.drop_database(name)

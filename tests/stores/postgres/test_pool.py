@@ -23,6 +23,7 @@ from flowfabric.stores.postgres.commit.plan import CommitPlan
 from flowfabric.stores.queries import Read
 from flowfabric.stores.verdicts import Unstorable, Verdict
 from tests.conftest import Rival, migrate
+from tests.executions import new_execution
 from tests.servers import PostgresServer, leave, postgres
 from tests.stores.sample_rows import (
     MAIL,
@@ -179,8 +180,7 @@ async def test_an_address_of_several_hosts_reaches_the_one_that_is_up_and_writab
     hosts = parts._replace(netloc=f"{user}@127.0.0.1:1,{host}", query="target_session_attrs=read-write")
 
     async with await connect(urlunsplit(hosts), migrate=False) as engine:
-        execution_id = engine.new_execution_id()
-        await engine.create_execution(execution_id=execution_id)
+        execution_id = await new_execution(engine)
         assert await engine.describe_execution(execution_id) is not None
 
 
@@ -241,8 +241,7 @@ async def test_a_cancelled_wait_for_a_connection_passes_its_turn_on(
     store = PostgresStore(database, clock, pool_size=1)
     await write(store, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-    held = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
-    await rival.blocks()
+    held = await rival.start_blocked(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
     waiting_calls = [asyncio.create_task(store.ping()) for _ in range(3)]
     await asyncio.sleep(0)
 
@@ -271,8 +270,7 @@ async def test_closing_aborts_calls_in_flight(database: str, rival: Rival) -> No
     store = PostgresStore(database)
     await write(store, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-    commit = asyncio.create_task(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
-    await rival.blocks()
+    commit = await rival.start_blocked(store.commit([change(Patch(Execution, ("a",), {"priority": 5}))]))
 
     await store.close()
 

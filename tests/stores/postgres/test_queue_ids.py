@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from itertools import takewhile
-from typing import Any
 
-import asyncpg
 import pytest
 
 from flowfabric.clock import ManualClock
@@ -19,7 +16,7 @@ from flowfabric.stores.postgres.migrator import migrations
 from flowfabric.stores.postgres.queue_ids import queue_id
 from flowfabric.stores.verdicts import Unstorable
 from tests.conftest import Rival
-from tests.servers import postgres
+from tests.stores.postgres.old_database import old_database
 from tests.stores.sample_rows import MAIL, change, claim_request, insert_queued, one, queued
 
 
@@ -107,22 +104,14 @@ class TestIdsOfASequence:
     @pytest.fixture
     async def old_store(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
         """A store with two valid rows, one in the queue of another lane, and one whose queue is missing."""
-        server, name = postgres(), f"ff_numbers_{os.getpid()}"
-        server.drop_database(name)
-        dsn = server.create_database(name)
-        connection: Any = await asyncpg.connect(dsn)
-        await connection.execute("create table ff_schema_version (version integer primary key, name text not null)")
-        for step in takewhile(lambda step: step.name != "queue_numbers_and_feed_positions", migrations()):
-            await connection.execute(step.text)
-            await connection.execute("insert into ff_schema_version values ($1, $2)", step.version, step.name)
+        steps = takewhile(lambda step: step.name != "queue_numbers_and_feed_positions", migrations())
         digests = {lane: rf"\x{queue_ids._digest(QueueKey(lane)).hex()}" for lane in ("mail", "sms")}
-        await connection.execute(self.OLD.format(**digests))
-        await connection.close()
-        store = PostgresStore(dsn, clock)
-        await store.open(migrate=True)
-        yield store
-        await store.close()
-        server.drop_database(name)
+        async with old_database("ff_numbers", steps) as (dsn, connection):
+            await connection.execute(self.OLD.format(**digests))
+            store = PostgresStore(dsn, clock)
+            await store.open(migrate=True)
+            yield store
+            await store.close()
 
     def name(self, number: int) -> str:
         return f"{{fp:1}}:00000000-0000-4000-8000-00000000000{number}"

@@ -20,6 +20,7 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.queries import Read
 from flowfabric.stores.verdicts import Verdict
 from tests.conftest import Rival
+from tests.executions import claim_one, new_execution
 from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, one, payload, queued, write
 
 
@@ -61,9 +62,7 @@ class TestAChangeOfTwoRows:
         revision = await two_rows(pg)
         await rival.begin(touch("b"))
         both = change(set_priority("a", 5), set_priority("b", 5), guards=[seen("a", revision), seen("b", revision)])
-        commit = asyncio.create_task(pg.commit([both]))
-        await rival.blocks()
-        return commit
+        return await rival.start_blocked(pg.commit([both]))
 
     async def test_is_atomic(self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[Verdict]]) -> None:
         await rival.end()
@@ -87,11 +86,7 @@ async def test_does_not_affect_a_neighbour_in_the_batch(pg: PostgresStore, rival
     await rival.begin(touch("b"))
     changes = [change(set_priority(name, 5), guards=[seen(name, revision)]) for name in ("b", "a")]
 
-    commit = asyncio.create_task(pg.commit(changes))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit == [None, clock.now]
+    assert await rival.answer_after_commit(pg.commit(changes)) == [None, clock.now]
 
 
 async def test_a_change_that_only_guards_a_row_is_refused_if_that_row_was_written(
@@ -101,11 +96,7 @@ async def test_a_change_that_only_guards_a_row_is_refused_if_that_row_was_writte
     await rival.begin(touch("a"))
     fenced = change(Insert(attempt("a")), guards=[seen("a", revision)], events=[event(lease="acquired")])
 
-    commit = asyncio.create_task(pg.commit([fenced]))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit == [None]
+    assert await rival.answer_after_commit(pg.commit([fenced])) == [None]
     assert (await pg.load([Read(Attempt, ("a",))])).rows == [[]]
     assert (await pg.feed(Topic.LEASE, 0, 10)).events == []
 
@@ -137,11 +128,9 @@ async def test_a_renewal_beside_a_commit_is_kept(pg: PostgresStore, rival: Rival
     revision = await write(pg, Insert(execution("a", lease_expires_at=1)))
     await rival.begin("update ff_exec_core set lease_expires_at = 2 where execution_id = 'a'")
 
-    commit = asyncio.create_task(pg.commit([change(set_priority("a", 5), guards=[seen("a", revision)])]))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit == [clock.now]
+    assert await rival.answer_after_commit(pg.commit([change(set_priority("a", 5), guards=[seen("a", revision)])])) == [
+        clock.now
+    ]
     row = await one(pg, Execution, "a")
     assert (row.priority, row.lease_expires_at) == (5, 2)
 
@@ -167,8 +156,7 @@ async def test_a_lease_that_expires_while_the_commit_waits_is_not_live(database:
     guard = Guard(Execution, ("a",), revision, LeaseCheck(LeaseRequirement.LIVE, "l", 1))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
 
-    commit = asyncio.create_task(store.commit([change(set_priority("a", 5), guards=[guard])]))
-    await rival.blocks()
+    commit = await rival.start_blocked(store.commit([change(set_priority("a", 5), guards=[guard])]))
     await rival.fetch("select pg_sleep(0.01 + lease_expires_at / 1000.0 - extract(epoch from now())) from ff_exec_core")
     await rival.end("rollback")
 
@@ -182,8 +170,7 @@ async def test_a_lease_that_expired_while_the_renewal_waits_is_not_renewed(datab
     await write(store, Insert(execution("a", **lease)))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
 
-    renewal = asyncio.create_task(store.renew([LeaseRef("a", 0, "x", "l", 1, 1000)], RENEWAL))
-    await rival.blocks()
+    renewal = await rival.start_blocked(store.renew([LeaseRef("a", 0, "x", "l", 1, 1000)], RENEWAL))
     await rival.fetch("select pg_sleep(0.01 + lease_expires_at / 1000.0 - extract(epoch from now())) from ff_exec_core")
     await rival.end("rollback")
 
@@ -210,9 +197,7 @@ class TestTwoCreatesOfOneRow:
         copied = f"insert into ff_exec_core (execution_id, {columns}) select 'a', {columns} from ff_exec_core"
         await rival.begin(copied)
         created = change(make(execution("a")), Insert(payload("a")), guards=[absent(Execution, "a")])
-        commit = asyncio.create_task(pg.commit([created, change(Insert(execution("b")))]))
-        await rival.blocks()
-        return commit
+        return await rival.start_blocked(pg.commit([created, change(Insert(execution("b")))]))
 
     async def test_the_second_is_refused_and_the_change_beside_it_is_written(
         self, pg: PostgresStore, rival: Rival, commit: asyncio.Task[list[Verdict]], clock: ManualClock
@@ -241,11 +226,7 @@ async def test_a_delete_sees_what_was_inserted_while_it_waited(pg: PostgresStore
     await rival.begin(beside, added)
     cleared = change(set_priority("a", 5), Delete(Attempt, ("a",)), guards=[seen("a", revision)])
 
-    commit = asyncio.create_task(pg.commit([cleared]))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit != [None]
+    assert await rival.answer_after_commit(pg.commit([cleared])) != [None]
     assert (await pg.load([Read(Attempt, ("a",))])).rows == [[]]
 
 
@@ -262,11 +243,7 @@ async def test_a_patch_reaches_a_row_that_was_inserted_while_it_waited(
         guards=[seen("a", revision)],
     )
 
-    commit = asyncio.create_task(pg.commit([ended]))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit == [clock.now]
+    assert await rival.answer_after_commit(pg.commit([ended])) == [clock.now]
     assert await one(pg, Result, "a") == Result("a", b"first", "json")
 
 
@@ -274,11 +251,7 @@ async def test_an_upsert_replaces_a_row_that_was_inserted_while_it_waited(pg: Po
     await write(pg, Insert(execution("a")))
     await rival.begin("insert into ff_result (execution_id, payload) values ('a', 'first')")
 
-    commit = asyncio.create_task(pg.commit([change(Upsert(Result("a", b"second")))]))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit != [None]
+    assert await rival.answer_after_commit(pg.commit([change(Upsert(Result("a", b"second")))])) != [None]
     assert await one(pg, Result, "a") == Result("a", b"second")
 
 
@@ -331,8 +304,7 @@ class TestAClaim:
         self, pg: PostgresStore, rival: Rival, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = Engine(pg, minter=SeededMinter(1), settings=Settings(dispatch=False))
-        run = engine.new_execution_id("mail")
-        await engine.create_execution(execution_id=run, lane_id="mail")
+        run = await new_execution(engine, "mail")
         claim_rows = pg.claim_rows
 
         async def claim_and_end_rival(request: ClaimRequest) -> ClaimedRows:
@@ -343,9 +315,7 @@ class TestAClaim:
 
         monkeypatch.setattr(pg, "claim_rows", claim_and_end_rival)
         await rival.begin("select 1 from ff_exec_core for update")
-        claimed = await engine.claim("mail", worker_id="worker", worker_instance_id="worker-1")
-
-        assert claimed is not None
+        claimed = await claim_one(engine, "mail", worker_id="worker", worker_instance_id="worker-1")
         assert claimed.execution_id == run
 
     async def test_does_not_wait_for_another_claim(self, pg: PostgresStore, rival: Rival) -> None:
@@ -369,8 +339,7 @@ async def test_a_deadlock_retries_the_batch(pg: PostgresStore, rival: Rival, clo
     await rival.connection.execute("set deadlock_timeout = '20s'")  # so that the store is the deadlock victim
     await rival.begin("select 1 from ff_exec_core where execution_id = 'b' for update")
     both = change(set_priority("a", 5), set_priority("b", 5), guards=[seen("a", revision), seen("b", revision)])
-    commit = asyncio.create_task(pg.commit([both]))
-    await rival.blocks()
+    commit = await rival.start_blocked(pg.commit([both]))
 
     await rival.connection.execute("select 1 from ff_exec_core where execution_id = 'a' for update")
     await rival.end("rollback")
@@ -385,8 +354,7 @@ async def test_a_cancelled_call_leaves_no_unusable_connection_behind(
     store = PostgresStore(database, clock, pool_size=1)
     revision = await write(store, Insert(execution("a")))
     await rival.begin("select 1 from ff_exec_core where execution_id = 'a' for update")
-    commit = asyncio.create_task(store.commit([change(set_priority("a", 5), guards=[seen("a", revision)])]))
-    await rival.blocks()
+    commit = await rival.start_blocked(store.commit([change(set_priority("a", 5), guards=[seen("a", revision)])]))
 
     commit.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -404,9 +372,5 @@ async def test_a_cancelled_close_does_not_affect_a_concurrent_one(pg: PostgresSt
     await rival.begin("update ff_exec_core set completed_at = 1 where execution_id = 'a'")
 
     closing = change(Patch(Execution, ("a",), {"completed_at": NOW}, unless_set="completed_at"))
-    commit = asyncio.create_task(pg.commit([closing]))
-    await rival.blocks()
-    await rival.end()
-
-    assert await commit != [None]
+    assert await rival.answer_after_commit(pg.commit([closing])) != [None]
     assert (await one(pg, Execution, "a")).completed_at == 1

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
-from typing import Any
 
-import asyncpg
 import msgspec
 import pytest
 
@@ -22,7 +19,7 @@ from flowfabric.stores.postgres import PostgresStore
 from flowfabric.stores.postgres.commit.plan import MAX_EVENTS_PER_BATCH
 from flowfabric.stores.postgres.migrator import migrations
 from tests.conftest import Rival
-from tests.servers import postgres
+from tests.stores.postgres.old_database import old_database
 from tests.stores.sample_rows import change, claim_request, event, execution, insert_queued, queued, write
 
 MANY = 10_000
@@ -180,21 +177,12 @@ class TestAFeedOfSingleRows:
 
     @pytest.fixture
     async def old_store(self, clock: ManualClock) -> AsyncIterator[PostgresStore]:
-        server, name = postgres(), f"ff_old_{os.getpid()}"
-        server.drop_database(name)
-        dsn = server.create_database(name)
-        connection: Any = await asyncpg.connect(dsn)
-        await connection.execute("create table ff_schema_version (version integer primary key, name text not null)")
-        for step in migrations()[:6]:
-            await connection.execute(step.text)
-            await connection.execute("insert into ff_schema_version values ($1, $2)", step.version, step.name)
-        await connection.execute(self.OLD)
-        await connection.close()
-        store = PostgresStore(dsn, clock)
-        await store.open(migrate=True)
-        yield store
-        await store.close()
-        server.drop_database(name)
+        async with old_database("ff_old", migrations()[:6]) as (dsn, connection):
+            await connection.execute(self.OLD)
+            store = PostgresStore(dsn, clock)
+            await store.open(migrate=True)
+            yield store
+            await store.close()
 
     async def test_keeps_its_events_and_their_positions(self, old_store: PostgresStore) -> None:
         page = await old_store.feed(Topic.LEASE, 0, MANY)

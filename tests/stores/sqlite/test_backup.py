@@ -16,6 +16,7 @@ from flowfabric.model.change import Insert
 from flowfabric.model.execution import Execution
 from flowfabric.stores.queries import Read
 from flowfabric.stores.sqlite import SQLiteStore
+from tests.executions import claim_one, new_execution
 from tests.stores.sample_rows import change, event, execution, payload, write
 
 
@@ -67,15 +68,11 @@ async def test_copies_made_under_load_are_complete_and_consistent(tmp_path: Path
 
 async def test_a_copy_opens_and_continues(tmp_path: Path) -> None:
     async with await open_engine(f"sqlite:///{tmp_path}/ff.db") as engine:
-        first = engine.new_execution_id("jobs")
-        await engine.create_execution(
-            execution_id=first, lane_id="jobs", execution_kind="job", input_payload=b"", policy={}
-        )
+        first = await new_execution(engine, "jobs", execution_kind="job", input_payload=b"", policy={})
         await backup(f"sqlite:///{tmp_path}/ff.db", tmp_path / "copy.db")
 
     async with await open_engine(f"sqlite:///{tmp_path}/copy.db") as engine:
-        claimed = await engine.claim("jobs", worker_id="w", worker_instance_id="w-1")
-        assert claimed is not None
+        claimed = await claim_one(engine, "jobs")
         assert claimed.execution_id == first
         await engine.complete(claimed.handle, result=b"1")
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,24 +20,17 @@ from cryptography.x509.oid import NameOID
 from flowfabric.clock import ManualClock
 from flowfabric.connector import open_engine
 from flowfabric.errors import StoreFault, StoreUnavailable
-from flowfabric.stores.valkey import ValkeyClient, parse_url
+from flowfabric.stores.valkey import parse_url
 from flowfabric.stores.valkey.store import ValkeyStore
 from tests.blackhole import BlackHole
 from tests.conftest import REDIS
+from tests.executions import new_execution
+from tests.stores.unavailable import unavailable
+from tests.stores.valkey.connected import connected
 from tests.stores.valkey.test_functions import use_everything
 from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, redis, unused_port, valkey
 
 USER = "ff_access"
-
-
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[ValkeyClient]:
-    client = ValkeyClient(parse_url(url))
-    try:
-        await client.open()
-        yield client
-    finally:
-        await client.close()
 
 
 @pytest.fixture
@@ -54,14 +46,14 @@ def url_as(server: ValkeyServers, user_info: str) -> str:
 
 
 async def test_a_user_of_the_acl_connects_with_its_password(server: ValkeyServers) -> None:
-    async with opened(url_as(server, f"{USER}:p%40ss%20word")) as client:
+    async with connected(url_as(server, f"{USER}:p%40ss%20word")) as client:
         assert await client.call("a", "ACL", "WHOAMI") == USER.encode()
         assert await client.call("a", "SET", "a", 1) == b"OK"
 
 
 async def test_a_wrong_password_is_an_error_of_authentication_not_in_doubt(server: ValkeyServers) -> None:
     with pytest.raises(StoreUnavailable, match="WRONGPASS") as caught:
-        async with opened(url_as(server, f"{USER}:guess")):
+        async with connected(url_as(server, f"{USER}:guess")):
             pass
 
     assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.AUTH)
@@ -69,7 +61,7 @@ async def test_a_wrong_password_is_an_error_of_authentication_not_in_doubt(serve
 
 
 async def test_a_command_that_the_user_may_not_send_is_an_error_of_authentication(server: ValkeyServers) -> None:
-    async with opened(url_as(server, f"{USER}:p%40ss%20word")) as client:
+    async with connected(url_as(server, f"{USER}:p%40ss%20word")) as client:
         with pytest.raises(StoreUnavailable, match="NOPERM") as caught:
             await client.call("a", "CONFIG", "GET", "maxmemory")
 
@@ -94,7 +86,7 @@ async def test_a_user_with_no_more_rights_than_documented_can_do_everything(
         (claimed,) = await claim
         await waiting.complete(claimed.handle, result=b"done")
         assert str(await engine.read_execution_state(claimed.execution_id)) == "completed"
-    async with opened(url) as client:
+    async with connected(url) as client:
         for forbidden in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("SET", "other", 1)):
             with pytest.raises(StoreUnavailable, match="NOPERM"):
                 await client.call("{ff}", *forbidden)
@@ -109,18 +101,16 @@ def documented_rights() -> list[str]:
 
 async def test_a_url_names_the_database(server: ValkeyServers) -> None:
     own = server.own_database()
-    async with opened(server.url(own)) as client, opened(server.url(own)) as same:
+    async with connected(server.url(own)) as client, connected(server.url(own)) as same:
         await client.call("a", "SET", "a", 1)
         assert await same.read("a", "GET", "a") == b"1"
         assert f" db={own} " in (await client.call("a", "CLIENT", "INFO")).decode()
 
 
 async def test_a_database_that_the_server_does_not_have_is_refused(server: ValkeyServers) -> None:
-    with pytest.raises(StoreUnavailable, match="DB index is out of range") as caught:
-        async with opened(server.url(99_999)):
+    with unavailable("DB index is out of range", in_doubt=False):
+        async with connected(server.url(99_999)):
             pass
-
-    assert not caught.value.in_doubt
 
 
 # --- TLS: the server of the wheel has none, so a proxy terminates it; the system's Redis has TLS
@@ -160,26 +150,22 @@ async def tls_port(server: ValkeyServers, certificate: Path) -> AsyncIterator[Ca
 async def test_commands_and_large_values_travel_over_tls(
     server: ValkeyServers, tls_port: Callable[[], int], certificate: Path
 ) -> None:
-    async with opened(f"valkeys://127.0.0.1:{tls_port()}/{server.own_database()}?tls_ca={certificate}") as client:
+    async with connected(f"valkeys://127.0.0.1:{tls_port()}/{server.own_database()}?tls_ca={certificate}") as client:
         value = b"x" * (3 << 20)
         await client.call("tls", "SET", "tls", value)
         assert await client.read("tls", "GET", "tls") == value
 
 
 async def test_a_certificate_of_an_unknown_authority_is_refused(tls_port: Callable[[], int]) -> None:
-    with pytest.raises(StoreUnavailable, match="(?i)certificate verify failed") as caught:
-        async with opened(f"valkeys://127.0.0.1:{tls_port()}"):
+    with unavailable("(?i)certificate verify failed", in_doubt=False):
+        async with connected(f"valkeys://127.0.0.1:{tls_port()}"):
             pass
-
-    assert not caught.value.in_doubt
 
 
 async def test_a_server_without_tls_is_reported(server: ValkeyServers) -> None:
-    with pytest.raises(StoreUnavailable) as caught:
-        async with opened(f"valkeys://127.0.0.1:{server.nodes[0].port}?connect_timeout=2"):
+    with unavailable(in_doubt=False):
+        async with connected(f"valkeys://127.0.0.1:{server.nodes[0].port}?connect_timeout=2"):
             pass
-
-    assert not caught.value.in_doubt
 
 
 if REDIS:  # where it is installed
@@ -200,14 +186,12 @@ if REDIS:  # where it is installed
     ) -> None:
         port = tls_node.execute("CONFIG", "GET", "tls-port")[1]
         url = f"rediss://127.0.0.1:{port}/0?tls_ca={certificate}&connect_timeout=2"
-        with pytest.raises(StoreUnavailable) as caught:
+        with unavailable(in_doubt=False):
             async with await open_engine(url):
                 pass
-        assert not caught.value.in_doubt
 
         async with await open_engine(f"{url}&tls_cert={certificate}&tls_key={certificate}") as engine:
-            name = engine.new_execution_id()
-            await engine.create_execution(execution_id=name, input_payload=b"x" * (1 << 20))
+            name = await new_execution(engine, input_payload=b"x" * (1 << 20))
             (claimed,) = await engine.claim_many("default", 1, worker_id="w", worker_instance_id="w-1")
             await engine.complete(claimed.handle, result=b"done")
             assert str(await engine.read_execution_state(name)) == "completed"

@@ -29,6 +29,7 @@ from flowfabric.rules.stream.append import PAGE
 from flowfabric.stores.queries import GroupedCount, Read, Scan, Search, Where
 from flowfabric.stores.valkey.address import parse_url
 from flowfabric.stores.valkey.store import ValkeyStore
+from tests.executions import claim_one, create_request, new_execution
 from tests.stores.sample_rows import MAIL, change, claim_request, event, execution, payload, queued
 from tests.valkey_servers import ValkeyNode, leave, valkey
 
@@ -129,10 +130,8 @@ async def test_a_run_with_a_long_past_and_a_full_mailbox_continues_in_short_call
         store = ValkeyStore(parse_url(f"valkey://127.0.0.1:{node.port}"), clock)
         await store.open(migrate=True)
         async with Engine(store) as engine:
-            run = engine.new_execution_id("lives")
-            await engine.create_execution(execution_id=run, lane_id="lives")
-            claimed = await engine.claim("lives", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=600_000)
-            assert claimed is not None
+            run = await new_execution(engine, "lives")
+            claimed = await claim_one(engine, "lives", lease_ttl_ms=600_000)
             for start in range(0, 2_000, 100):
                 names = [f"step{number}" for number in range(start, start + 100)]
                 await asyncio.gather(
@@ -148,8 +147,7 @@ async def test_a_run_with_a_long_past_and_a_full_mailbox_continues_in_short_call
             await engine.continue_as_new(claimed.handle, b"[]")
 
             slow = node.execute("SLOWLOG", "GET", -1)
-            again = await engine.claim("lives", worker_id="w", worker_instance_id="w-1")
-            assert again is not None
+            again = await claim_one(engine, "lives")
             assert again.life == 1
             assert await engine.read_steps(run) == []
             await engine.cancel_execution(run)
@@ -161,8 +159,7 @@ async def test_a_run_with_a_long_past_and_a_full_mailbox_continues_in_short_call
 
 async def _own_many_steps(engine: Engine, run: str) -> None:
     await engine.create_execution(execution_id=run, lane_id="lives")
-    claimed = await engine.claim("lives", worker_id="w", worker_instance_id="w-1", lease_ttl_ms=600_000)
-    assert claimed is not None
+    claimed = await claim_one(engine, "lives", lease_ttl_ms=600_000)
     for start in range(0, 10_000, 100):
         names = [f"step{number}" for number in range(start, start + 100)]
         await asyncio.gather(*(engine.record_step(claimed.handle, name, 0, b'"a result"' * 20) for name in names))
@@ -172,10 +169,7 @@ async def _own_many_steps(engine: Engine, run: str) -> None:
 def _wide_graph(engine: Engine, flow: FlowId) -> tuple[list[CreateExecution], list[GraphEdge]]:
     """Return 5,000 members and an edge from the first one to each other."""
     names = [mint_for_flow(flow, engine.partitions, engine.minter) for _ in range(5_000)]
-    nodes = [
-        CreateExecution(execution_id=name, partition=0, namespace="default", lane_id="lives", execution_kind="k")
-        for name in names
-    ]
+    nodes = [create_request(name, "lives") for name in names]
     return nodes, [GraphEdge(names[0], name) for name in names[1:]]
 
 

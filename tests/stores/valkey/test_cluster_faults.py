@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,11 +18,14 @@ from flowfabric.stores.queries import Read
 from flowfabric.stores.valkey import ValkeyClient, parse_url
 from flowfabric.stores.valkey.slots import slot_of
 from flowfabric.stores.valkey.store import ValkeyStore
-from tests.processes import wait_for
+from tests import valkey_cluster
 from tests.stores.sample_rows import change, claim_request, event, execution, payload, queued
+from tests.stores.unavailable import unavailable
 from tests.stores.valkey.client.fake_peer import until
+from tests.stores.valkey.connected import connected
 from tests.stores.valkey.history import TAGS, under_load
-from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, valkey_cluster
+from tests.valkey_cluster import primary_of, replica_of, until_it_takes_over
+from tests.valkey_servers import ValkeyNode, ValkeyServers
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(120)]
 
@@ -37,31 +39,16 @@ end)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ValkeyServers]:
-    servers = valkey_cluster(f"faults-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    yield servers
-    leave(servers)
+    yield from valkey_cluster.own_cluster("faults")
 
 
 @pytest.fixture
 def servers(cluster: ValkeyServers) -> Iterator[ValkeyServers]:
-    """A healthy cluster without keys; what a test has killed or paused is repaired afterwards."""
-    cluster.empty(0)
-    yield cluster
-    for node in cluster.nodes:
-        if node.is_running():
-            node.resume()
-        node.start()
-    cluster.wait_until_healthy()
+    yield from valkey_cluster.healthy(cluster)
 
 
-@asynccontextmanager
-async def opened(servers: ValkeyServers, options: str = "") -> AsyncIterator[ValkeyClient]:
-    client = ValkeyClient(parse_url(servers.url(0, options)), DEADLINES)
-    try:
-        await client.open()
-        yield client
-    finally:
-        await client.close()
+def opened(servers: ValkeyServers, options: str = "") -> AbstractAsyncContextManager[ValkeyClient]:
+    return connected(servers.url(0, options), DEADLINES)
 
 
 @asynccontextmanager
@@ -74,28 +61,13 @@ async def opened_store(servers: ValkeyServers) -> AsyncIterator[ValkeyStore]:
         await store.close()
 
 
-def primary_of(servers: ValkeyServers, client: ValkeyClient, tag: str) -> ValkeyNode:
-    port = client.node_for(tag).location[1]
-    return next(node for node in servers.nodes if node.port == port)
-
-
-def replica_of(servers: ValkeyServers, primary: ValkeyNode) -> ValkeyNode:
-    return next(
-        node for node in servers.nodes if (role := node.execute("ROLE"))[0] == "slave" and role[2] == primary.port
-    )
-
-
-async def wait_until(condition: object, what: str, seconds: float = 30) -> None:
-    await asyncio.to_thread(wait_for, condition, what, seconds)  # type: ignore[arg-type]
-
-
 async def test_a_manual_failover_under_load_loses_nothing_and_refuses_nothing(servers: ValkeyServers) -> None:
     async with opened(servers) as client:
         async with under_load(client) as history:
             primary = primary_of(servers, client, TAGS[0])
             replica = replica_of(servers, primary)
             replica.execute("CLUSTER", "FAILOVER")
-            await wait_until(lambda: replica.execute("ROLE")[0] == "master", "the replica to take over")
+            await until_it_takes_over(replica)
 
         assert await history.survivors() == history.acknowledged
         assert not history.refused
@@ -109,18 +81,14 @@ async def test_slots_that_are_moved_as_a_whole_under_load_lose_nothing(servers: 
             source = primary_of(servers, client, TAGS[0])
             target = next(node for node in servers.primaries() if node.port != source.port)
             moved = [tag for tag in TAGS if primary_of(servers, client, tag) is source]
-            slots = [part for tag in moved for part in (slot_of(tag), slot_of(tag))]
-            name = target.execute("CLUSTER", "MYID")
-            source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", *slots, "NODE", name)
+            slots = [slot_of(tag) for tag in moved]
+            await valkey_cluster.move_slots(source, target, *slots)
             await history.wait_for_more(20)
-            await wait_until(lambda: not _serves(source, slot_of(TAGS[0])), "the slots to be moved")
 
         assert await history.survivors() == history.acknowledged
         assert not history.in_doubt
         assert {client.node_for(tag).location[1] for tag in moved} == {target.port}
-        source_name = source.execute("CLUSTER", "MYID")
-        target.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", *slots, "NODE", source_name)
-        await wait_until(lambda: _serves(source, slot_of(TAGS[0])), "the slots to be back")
+        await valkey_cluster.move_slots(target, source, *slots)
 
 
 async def test_a_call_to_a_slot_that_is_moved_key_by_key_waits_and_is_executed_once(servers: ValkeyServers) -> None:
@@ -131,23 +99,19 @@ async def test_a_call_to_a_slot_that_is_moved_key_by_key_waits_and_is_executed_o
         assert await client.call(tag, "FCALL", "ff_test_both", 2, *keys) == 2
         source = primary_of(servers, client, tag)
         target = next(node for node in servers.primaries() if node.port != source.port)
-        slot, names = slot_of(tag), (source.execute("CLUSTER", "MYID"), target.execute("CLUSTER", "MYID"))
-        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
-        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
-        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", keys[0])
+        valkey_cluster.begin_moving_keys(source, target, slot_of(tag))
+        valkey_cluster.move_keys(source, target, keys[0])
 
         call = client.call(tag, "FCALL", "ff_test_both", 2, *keys)
         done, _ = await asyncio.wait([call], timeout=0.5)
         assert not done
-        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", keys[1])
-        for node in (target, source):
-            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+        valkey_cluster.move_keys(source, target, keys[1])
+        valkey_cluster.assign_slot(slot_of(tag), target, source)
 
         assert await call == 4
         assert client.node_for(tag).location[1] == target.port
         await client.call(tag, "DEL", *keys)
-        for node in (source, target):
-            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[0])
+        valkey_cluster.assign_slot(slot_of(tag), source, target)
 
 
 @pytest.mark.parametrize("moved_key", ["exec_core", "exec_core:line", "payload", "f"])
@@ -159,25 +123,23 @@ async def test_a_commit_and_a_claim_of_a_partition_of_which_one_key_is_moved_cha
         await store.commit([change(Insert(queued(name)), Insert(payload(name)), events=[event(name)])])
         source = primary_of(servers, client, TAGS[0])
         target = next(node for node in servers.primaries() if node.port != source.port)
-        slot, names = slot_of(TAGS[0]), (source.execute("CLUSTER", "MYID"), target.execute("CLUSTER", "MYID"))
-        target.execute("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
-        source.execute("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
-        source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", f"{TAGS[0]}:{moved_key}")
+        slot = slot_of(TAGS[0])
+        valkey_cluster.begin_moving_keys(source, target, slot)
+        valkey_cluster.move_keys(source, target, f"{TAGS[0]}:{moved_key}")
         source.execute("CONFIG", "RESETSTAT")
         before = dump(source, slot)
 
         inserted = change(Insert(queued(other)), Insert(payload(other)), events=[event(other)])
         commit = asyncio.create_task(store.commit([inserted]))
         claim = asyncio.create_task(store.claim_rows(claim_request(1)))
-        await wait_until(lambda: refusals(source, "TRYAGAIN") > 4, "both calls to be refused several times")
+        await valkey_cluster.until(lambda: refusals(source, "TRYAGAIN") > 4, "both calls to be refused several times")
         assert not commit.done()
         assert not claim.done()
         assert dump(source, slot) == before
         assert target.execute("CLUSTER", "GETKEYSINSLOT", slot, 100) == [f"{TAGS[0]}:{moved_key}"]
         while keys := source.execute("CLUSTER", "GETKEYSINSLOT", slot, 100):
-            source.execute("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
-        for node in (target, source):
-            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+            valkey_cluster.move_keys(source, target, *keys)
+        valkey_cluster.assign_slot(slot, target, source)
 
         assert await commit != [None]
         assert len((await claim).rows) == 1
@@ -186,8 +148,7 @@ async def test_a_commit_and_a_claim_of_a_partition_of_which_one_key_is_moved_cha
         assert sorted(row.execution_id for row in rows) == [name, other]
         assert len((await store.feed(Topic.LEASE, 0, 10)).events) == 2  # those of the claims
         target.execute("DEL", *target.execute("CLUSTER", "GETKEYSINSLOT", slot, 100))
-        for node in (source, target):
-            node.execute("CLUSTER", "SETSLOT", slot, "NODE", names[0])
+        valkey_cluster.assign_slot(slot, source, target)
 
 
 def dump(node: ValkeyNode, slot: int) -> dict[str, Any]:
@@ -213,9 +174,7 @@ async def test_a_notification_follows_every_commit_of_its_batch(servers: ValkeyS
         assert subscription is not None
         await until(subscription.ready.is_set)
         if moved:  # which the store does not know
-            name = target.execute("CLUSTER", "MYID")
-            source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", name)
-            await wait_until(lambda: _serves(target, slot), "the slot to be moved")
+            await valkey_cluster.move_slots(source, target, slot)
         target.execute("CLIENT", "PAUSE", 1000, "WRITE")  # so the commit there is the last one that is executed
 
         changes = [change(Insert(execution(f"{tag}:a"))) for tag in ((far,) if moved else (far, near))]
@@ -223,9 +182,7 @@ async def test_a_notification_follows_every_commit_of_its_batch(servers: ValkeyS
 
         await until(lambda: True in heard)
         if moved:
-            name = source.execute("CLUSTER", "MYID")
-            target.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", name)
-            await wait_until(lambda: _serves(source, slot), "the slot to be back")
+            await valkey_cluster.move_slots(target, source, slot)
 
 
 @pytest.mark.parametrize("options", ["", "wait=1"])
@@ -237,7 +194,7 @@ async def test_the_death_of_a_primary_under_load_ends_with_its_replica_serving(
             primary = primary_of(servers, client, TAGS[0])
             replica = replica_of(servers, primary)
             await asyncio.to_thread(primary.kill)
-            await wait_until(lambda: replica.execute("ROLE")[0] == "master", "the replica to take over")
+            await until_it_takes_over(replica)
             await asyncio.to_thread(primary.start)  # until it is back as a replica, wait=1 leaves every write in doubt
 
         survivors = await history.survivors()
@@ -261,19 +218,20 @@ async def test_a_write_that_no_replica_has_is_in_doubt_and_vanishes_with_its_pri
         replica.pause()
         primary.execute("CLIENT", "KILL", "TYPE", "replica")  # else its socket would still receive the write
 
-        with pytest.raises(StoreUnavailable, match="fewer copies than asked") as caught:
+        with unavailable("fewer copies than asked", in_doubt=True):
             await client.call(tag, "SET", f"{tag}:note", "new")
-        assert caught.value.in_doubt
         assert primary.execute("GET", f"{tag}:note") == "new"
         await asyncio.to_thread(primary.kill)
         replica.resume()
 
-        await wait_until(lambda: replica.execute("ROLE")[0] == "master", "the replica to take over")
+        await until_it_takes_over(replica)
         with pytest.raises(StoreUnavailable, match="an earlier write is not confirmed yet"):
             await client.read(tag, "GET", f"{tag}:note")  # there is no second copy of anything
         await asyncio.to_thread(primary.start)
         # It is connected before it has the data; until then it confirms no write.
-        await wait_until(lambda: "state=online" in replica.info("replication").get("slave0", ""), "the old primary")
+        await valkey_cluster.until(
+            lambda: "state=online" in replica.info("replication").get("slave0", ""), "the old primary"
+        )
         assert await client.read(tag, "GET", f"{tag}:note") == b"old"
 
 
@@ -291,9 +249,8 @@ async def test_a_paused_primary_is_left_once_its_replica_serves_and_long_before_
             await client.call(other, "SET", f"{other}:note", 1)
 
         async with asyncio.timeout(20):
-            with pytest.raises(StoreUnavailable) as caught:
+            with unavailable(in_doubt=True):
                 await stuck
-            assert caught.value.in_doubt
             assert await client.call(tag, "SET", f"{tag}:note", 3) == b"OK"
             assert await client.read(tag, "GET", f"{tag}:note") == b"3"
 
@@ -307,19 +264,12 @@ async def test_a_node_that_joins_without_functions_gets_them_with_its_first_call
         source = primary_of(servers, client, tag)
         joined = await asyncio.to_thread(servers.add_node)
         slot = slot_of(tag)
-        source.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", joined.execute("CLUSTER", "MYID"))
-        await wait_until(lambda: _serves(joined, slot), "the slot to be moved")
+        await valkey_cluster.move_slots(source, joined, slot)
         joined.execute("FUNCTION", "FLUSH", "SYNC")
 
         assert await client.call(tag, "FCALL", "ff_test_both", 2, *keys) == 4
         assert await client.read(tag, "GET", keys[0]) == b"2"
         assert client.node_for(tag).location[1] == joined.port
         assert len(client.primaries()) == 4
-        joined.execute("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", source.execute("CLUSTER", "MYID"))
-        await wait_until(lambda: _serves(source, slot), "the slot to be back")
+        await valkey_cluster.move_slots(joined, source, slot)
         await asyncio.to_thread(servers.remove_node, joined)
-
-
-def _serves(node: ValkeyNode, slot: int) -> bool:
-    rows = node.execute("CLUSTER", "SLOTS")
-    return any(first <= slot <= last and primary[1] == node.port for first, last, primary, *_ in rows)

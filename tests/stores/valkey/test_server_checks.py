@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from flowfabric.cli.output import hint_for
 from flowfabric.errors import InvalidInput, StoreFault, StoreUnavailable, Unavailable
 from flowfabric.settings import Deadlines
-from flowfabric.stores.valkey import ValkeyClient, durability, parse_url
+from flowfabric.stores.valkey import durability, parse_url
 from flowfabric.stores.valkey.node_load import measure_nodes
 from flowfabric.stores.valkey.server_checks import (
     ServerFacts,
@@ -29,7 +29,9 @@ from flowfabric.stores.valkey.store import ValkeyStore
 from tests.conftest import REDIS
 from tests.postgres_install import ROOT
 from tests.stores.valkey.client.fake_peer import Peer, fake_server, slot_map
-from tests.valkey_servers import ValkeyNode, leave, valkey
+from tests.stores.valkey.connected import connected
+from tests.valkey_cluster import own_server
+from tests.valkey_servers import ValkeyNode
 
 PARTITIONS = 256
 FIT = ServerFacts(
@@ -55,22 +57,13 @@ SENTENCES = (
 )
 
 
-@asynccontextmanager
-async def opened(url: str) -> AsyncIterator[ValkeyClient]:
-    client = ValkeyClient(parse_url(url), Deadlines(connect_s=2, command_s=5))
-    try:
-        await client.open()
-        yield client
-    finally:
-        await client.close()
+opened = partial(connected, deadlines=Deadlines(connect_s=2, command_s=5))
 
 
 @pytest.fixture
 def node() -> Iterator[ValkeyNode]:
     """A server whose settings a test may change."""
-    servers = valkey(f"checks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    yield servers.nodes[0]
-    leave(servers)
+    yield from own_server("checks")
 
 
 def url_of(node: ValkeyNode, options: str = "") -> str:

@@ -11,6 +11,7 @@ import pytest
 from flowfabric.errors import Corruption, StoreFault, StoreUnavailable
 from flowfabric.settings import Deadlines
 from flowfabric.stores.valkey import ValkeyClient, connection, parse_url, session
+from tests.stores.unavailable import unavailable
 from tests.stores.valkey.client.fake_peer import Answer, FakeServer, Peer, fake_server, until
 
 DEADLINES = Deadlines(connect_s=0.5, command_s=0.4)
@@ -114,10 +115,9 @@ async def test_a_read_whose_reply_was_lost_is_sent_again_on_a_new_connection() -
 
 async def test_a_read_that_is_never_answered_fails_in_the_end_and_is_not_in_doubt() -> None:
     async with connected(close_without_reply) as (server, client):
-        with pytest.raises(StoreUnavailable) as caught:
+        with unavailable(in_doubt=False):
             await client.read("a", "GET", "a")
 
-        assert not caught.value.in_doubt
         assert len(server.named(b"GET")) < 10
 
 
@@ -158,10 +158,9 @@ async def test_a_refused_connection_fails_its_calls_at_once_and_they_are_not_in_
         url = server.url
     client = ValkeyClient(parse_url(url), DEADLINES)
 
-    with pytest.raises(StoreUnavailable, match="connection refused") as caught:
+    with unavailable("connection refused", in_doubt=False, source=StoreFault.TRANSPORT):
         await client.open()
 
-    assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.TRANSPORT)
     await client.close()
 
 
@@ -172,10 +171,9 @@ async def test_a_peer_that_does_not_greet_is_given_up_after_the_connect_timeout(
 
     silent = await asyncio.start_server(accept_only, "127.0.0.1", 0)
     client = ValkeyClient(parse_url(f"valkey://127.0.0.1:{silent.sockets[0].getsockname()[1]}"), DEADLINES)
-    with pytest.raises(StoreUnavailable, match="no connection within 0.5 s") as caught:
+    with unavailable("no connection within 0.5 s", in_doubt=False, source=StoreFault.TIMEOUT):
         await client.open()
 
-    assert (caught.value.in_doubt, caught.value.source) == (False, StoreFault.TIMEOUT)
     await client.close()
     silent.close()
 
@@ -226,9 +224,8 @@ async def test_closing_ends_calls_without_a_reply() -> None:
         await until(lambda: bool(server.named(b"SET")))
         await client.close()
 
-        with pytest.raises(StoreUnavailable) as caught:
+        with unavailable(in_doubt=True):
             await call
-        assert caught.value.in_doubt
         with pytest.raises(StoreUnavailable, match="closed"):
             await client.call("a", "SET", "a", 1)
 
@@ -265,10 +262,9 @@ async def test_a_command_that_is_refused_until_its_deadline_is_not_in_doubt(code
 )
 async def test_a_refusal_is_reported_at_once_and_is_not_in_doubt(reply: str, source: StoreFault) -> None:
     async with connected(lambda command, peer: f"-{reply}\r\n".encode()) as (server, client):
-        with pytest.raises(StoreUnavailable) as caught:
+        with unavailable(in_doubt=False, source=source):
             await client.call("a", "FCALL", "f", 1, "a")
 
-        assert (caught.value.in_doubt, caught.value.source) == (False, source)
         assert len(server.named(b"FCALL")) == 1
 
 
@@ -334,10 +330,8 @@ async def test_a_command_that_was_refused_in_a_short_batch_is_not_in_doubt() -> 
         return b":0\r\n" if command[0] == b"WAIT" else b"-OOM command not allowed\r\n"
 
     async with connected(answer, "?wait=1") as (_, client):
-        with pytest.raises(StoreUnavailable, match="OOM") as caught:
+        with unavailable("OOM", in_doubt=False):
             await client.call("a", "SET", "a", 1)
-
-        assert not caught.value.in_doubt
 
 
 async def test_a_connection_lost_before_the_confirmation_leaves_the_batch_in_doubt() -> None:
@@ -345,10 +339,8 @@ async def test_a_connection_lost_before_the_confirmation_leaves_the_batch_in_dou
         return close_without_reply(command, peer) if command[0] == b"WAIT" else b"+OK\r\n"
 
     async with connected(answer, "?wait=1") as (_, client):
-        with pytest.raises(StoreUnavailable) as caught:
+        with unavailable(in_doubt=True):
             await client.call("a", "SET", "a", 1)
-
-        assert caught.value.in_doubt
 
 
 async def test_with_fsync_a_batch_is_confirmed_by_the_disk() -> None:
@@ -359,9 +351,8 @@ async def test_with_fsync_a_batch_is_confirmed_by_the_disk() -> None:
 
     async with connected(answer, "?durability=fsync") as (server, client):
         assert await client.call("a", "SET", "a", 1) == b"OK"
-        with pytest.raises(StoreUnavailable) as caught:
+        with unavailable(in_doubt=True):
             await client.call("a", "SET", "a", 2)
-        assert caught.value.in_doubt
 
 
 async def test_a_read_after_a_write_in_doubt_waits_for_a_confirmed_write_to_its_slot() -> None:
@@ -372,9 +363,8 @@ async def test_a_read_after_a_write_in_doubt_waits_for_a_confirmed_write_to_its_
     async with connected(answer, "?wait=1") as (server, client):
         with pytest.raises(StoreUnavailable):
             await client.call("{fp:1}", "SET", "{fp:1}:a", 1)
-        with pytest.raises(StoreUnavailable, match="an earlier write is not confirmed yet") as caught:
+        with unavailable("an earlier write is not confirmed yet", in_doubt=False):
             await client.read("{fp:1}", "GET", "{fp:1}:a")
-        assert not caught.value.in_doubt
         assert not server.named(b"GET")
 
         copies = 1
