@@ -47,11 +47,10 @@ class BulkPage(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class BulkOperator:
+class BulkOperations:
     """Operations on many executions at once."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    runtime: Runtime
 
     async def preview_operation(self, verb: BulkVerb | str, criteria: dict[str, Any]) -> BulkPreview:
         """Count what a bulk operation would act on, and show some of it; nothing is changed."""
@@ -83,7 +82,11 @@ class BulkOperator:
         requested_by: str = "",
         operation_id: str | None = None,
     ) -> BulkStatus:
-        """Start a bulk operation on the executions that a filter finds; the same request again changes nothing."""
+        """Start a bulk operation on the executions that a filter finds; the same request again changes nothing.
+
+        `criteria` are the filters of `search_executions`. At least one is needed. `ceiling` is the largest number of
+        executions to act on.
+        """
         chosen = validation.choice(BulkVerb, "verb", verb)
         number = None if priority is None else validation.integer("priority", priority)
         if (number is None) == (chosen is BulkVerb.PRIORITY):

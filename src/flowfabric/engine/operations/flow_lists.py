@@ -23,11 +23,10 @@ MAX_PAGE = 1000
 FLOW_BUDGET = 2000  # flows that one call reads to find those of some namespaces
 
 
-class FlowLists:
+class FlowListOperations:
     """Operations that read whole flows."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    runtime: Runtime
 
     async def search_flows(
         self,
@@ -37,7 +36,10 @@ class FlowLists:
         cursor: str | None = None,
         limit: int = 50,
     ) -> FlowListPage:
-        """List flows of all partitions, newest first, after the cursor, with the counts of the last projection."""
+        """List flows of all partitions, newest first, after the cursor, with the counts of the last projection.
+
+        A page that is not full and has a cursor is incomplete: one call reads at most FLOW_BUDGET flows.
+        """
         wanted = validate_namespaces(namespace, namespaces)
         after = None if cursor is None else _parse_cursor(cursor)
         size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
@@ -57,7 +59,10 @@ class FlowLists:
         )
 
     async def read_flow_graph(self, flow_id: str) -> FlowGraph:
-        """Return the members of a flow with their kinds and states, the edges between them, and the joins."""
+        """Return the members of a flow with their kinds and states, the edges between them, and the joins.
+
+        The graph is one snapshot; states may be newer. Members that retention has deleted have no state.
+        """
         flow_id = validate.validate_flow_id(flow_id)
         reads = ReadSet()
         flow, members = reads.one(Flow, flow_id), reads.many(FlowMember, flow_id)
