@@ -15,6 +15,7 @@ from flowfabric.client.decoding import convert_variant, decode_as, decode_varian
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.lanes import ClientLanes
 from flowfabric.client.transport import quote_segment
+from flowfabric.engine.operations.create import ExecutionCreator
 from flowfabric.engine.operations.flows import NO_WAIT, FlowCancel, GraphEdge, Wait, WaitTimeout, max_wait_ms_of
 from flowfabric.engine.types import CreateExecution, Fence, KeyPolicy, MessageArgs
 from flowfabric.engine.validation import execution as validate
@@ -27,7 +28,7 @@ NO_FENCE = Fence()
 _ENVELOPE = 1024  # bytes that JSON adds to a body
 
 
-class ClientExecutions(ClientLanes):
+class ClientExecutions(ClientLanes, ExecutionCreator):
     """Operations of applications on executions and flows."""
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
@@ -40,46 +41,6 @@ class ClientExecutions(ClientLanes):
             return answer
         response = await self.transport.request("POST", "/v1/executions", body)
         return decode_variant(response.body, answers.Created, answers.Duplicate)
-
-    async def create_execution(
-        self,
-        *,
-        execution_id: str,
-        namespace: str = "default",
-        lane_id: str = "default",
-        execution_kind: str = "task",
-        input_payload: bytes = b"",
-        payload_encoding: str | None = None,
-        priority: int = 0,
-        creator_identity: str = "",
-        idempotency_key: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        policy: str | Mapping[str, Any] | None = None,
-        delay_until: int | None = None,
-        execution_deadline_at: int | None = None,
-        parent_id: str | None = None,
-        key_lane: str | None = None,
-    ) -> answers.Created | answers.Duplicate:
-        return await self.create(
-            CreateExecution(
-                execution_id=execution_id,
-                partition=0,
-                namespace=namespace,
-                lane_id=lane_id,
-                execution_kind=execution_kind,
-                input_payload=input_payload,
-                payload_encoding=payload_encoding,
-                priority=priority,
-                creator_identity=creator_identity,
-                idempotency_key=idempotency_key,
-                tags={} if tags is None else tags,  # type: ignore[arg-type]
-                policy=validate.policy_text(policy),
-                delay_until=delay_until,
-                execution_deadline_at=execution_deadline_at,
-                parent_id=parent_id,
-                key_lane=key_lane,
-            )
-        )
 
     async def start_by_key(
         self, ask: CreateExecution, policy: KeyPolicy, *, message: MessageArgs | None = None
