@@ -284,8 +284,7 @@ class DurableOperations:
 
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         """Return the signals that closed a gate, in the order in which they were accepted."""
-        if not isinstance(memo, GateMemo):
-            raise errors.InvalidInput("memo: not a GateMemo")
+        memo = validate.check_type("memo", memo, GateMemo)
         votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
         keys = ((memo.execution_id, vote.member, vote.seq) for vote in votes if vote.seq)
         signals = await load_each(self.runtime, Signal, keys)
@@ -308,9 +307,7 @@ class DurableOperations:
         is the answer: see its `state`."""
         fields = self.runtime.handle_fields(handle)
         recorded_state = validate_suspension.validate_step_state(state)
-        memo = validate_suspension.new_memo(
-            fields,
-            recorded_state,
+        args = MemoArgs(
             name=name,
             occurrence=occurrence,
             result=result,
@@ -319,6 +316,7 @@ class DurableOperations:
             number=number,
             started_at=started_at,
         )
+        memo = validate_suspension.step_memo(fields, args, recorded_state)
         cached = self._cached_without_failures(fields) if recorded_state is _DONE else None
 
         def reads() -> list[Read]:

@@ -72,9 +72,9 @@ class ExecutionOperations(ExecutionCreator):
             raise errors.InvalidInput("idempotency_key: empty")
         told = None
         if message is not None:
-            if not isinstance(message, MessageArgs):
-                raise errors.InvalidInput("message: not a MessageArgs")
-            addressed = msgspec.structs.replace(message, execution_id=accepted.execution_id)
+            addressed = msgspec.structs.replace(
+                validate.check_type("message", message, MessageArgs), execution_id=accepted.execution_id
+            )
             internal = BATCH_MAILBOX if checked.mode is KeyMode.BATCH else None
             told = validate_suspension.validate_mail(addressed, internal=internal)
         if checked.mode is KeyMode.BATCH and told is None:
