@@ -44,6 +44,7 @@ from flowfabric.engine.types import (
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.gate import Fact, GateMemo, MailboxMessage, Reply, StepMemo, StepState
+from flowfabric.model.view import view_of
 
 LEASE_LOST_KINDS = frozenset({"stale_lease", "lease_expired", "lease_revoked", "execution_not_active"})
 
@@ -207,19 +208,7 @@ class ClientDurable(ClientLeases):
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         path = execution_path(memo.execution_id, "gates", quote_segment(memo.gate), "votes")
         answer = await self.transport.fetch(durable.ReadVotesResponse, "GET", path)
-        return [
-            ObservedSignal(
-                signal_id=item.signal_id,
-                signal_name=item.signal_name,
-                signal_category=item.signal_category,
-                source_type=item.source_type,
-                source_identity=item.source_identity,
-                correlation_id=item.correlation_id,
-                accepted_at=item.accepted_at,
-                payload=item.payload_b64,
-            )
-            for item in answer.signals
-        ]
+        return [view_of(ObservedSignal, item, payload=item.payload_b64) for item in answer.signals]
 
     async def list_pending_waitpoints(
         self, execution_id: str, *, after: str | None = None, limit: int | None = None
@@ -228,18 +217,7 @@ class ClientDurable(ClientLeases):
         query = {"after": after, "limit": page_size}
         path = execution_path(execution_id, "pending-waitpoints")
         entries = [
-            WaitpointView(
-                waitpoint_id=item.waitpoint_id,
-                waitpoint_key=item.waitpoint_key,
-                state=item.state,
-                required_signal_names=item.required_signal_names,
-                created_at=item.created_at,
-                activated_at=item.activated_at or None,
-                expires_at=item.expires_at or None,
-                execution_id=item.execution_id,
-                token_kid=item.token_kid,
-                token_fingerprint=item.token_fingerprint,
-            )
+            view_of(WaitpointView, item, activated_at=item.activated_at or None, expires_at=item.expires_at or None)
             for item in await self.transport.fetch(list[signals.WaitpointEntry], "GET", path, query=query)
         ]
         return WaitpointPage(

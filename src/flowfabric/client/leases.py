@@ -31,6 +31,7 @@ from flowfabric.model.scheduling.worker import (
     WorkerRegistered,
 )
 from flowfabric.model.states import AttemptType
+from flowfabric.model.view import view_of
 
 MAX_REMEMBERED_CLAIMS = 10  # request bodies sent under one idempotency key, any of which may have reached the server
 SHORT_RETRY_FOR_S = 1.0  # heartbeats are repeated soon anyway
@@ -345,23 +346,10 @@ class ClientLeases(ClientBase):
 
 
 def _claimed(work: ClaimedWork) -> answers.Claimed:
-    return answers.Claimed(
-        execution_id=work.execution_id,
-        lease_id=work.lease_id,
-        lease_epoch=work.lease_epoch,
-        attempt_index=work.attempt_index,
-        attempt_id=work.attempt_id,
+    return view_of(
+        answers.Claimed,
+        work,
         attempt_type=AttemptType(work.attempt_type),
-        lease_expires_at=work.lease_expires_at,
         handle=handle_from_text(work.handle),
-        payload=Payload(
-            execution_id=work.execution_id,
-            execution_kind=work.execution_kind,
-            creator_identity=work.creator_identity,
-            input_payload=work.input_payload_b64,
-            payload_encoding=work.payload_encoding,
-            policy=work.policy,
-        ),
-        namespace=work.namespace,
-        life=work.life,
+        payload=view_of(Payload, work, input_payload=work.input_payload_b64),
     )
