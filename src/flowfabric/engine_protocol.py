@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from flowfabric.engine.operations.create import ExecutionCreator
+from flowfabric.engine.operations.durable import StepRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     from flowfabric.model.bulk_operation import BulkVerb
     from flowfabric.model.event import Topic
     from flowfabric.model.flow import CancellationPolicy
-    from flowfabric.model.gate import Fact, GateMemo, MailboxMessage, Reply, StepMemo, StepState
+    from flowfabric.model.gate import Fact, GateMemo, MailboxMessage, Reply, StepMemo
     from flowfabric.model.obstacles import Explanation
     from flowfabric.model.scheduling.lane import LaneSpread
     from flowfabric.model.scheduling.schedule import Overlap, ScheduleSpec
@@ -114,7 +115,7 @@ class LanePollerAPI(Protocol):
         """Release what the poller holds."""
 
 
-class EngineAPI(ExecutionCreator, Protocol):
+class EngineAPI(ExecutionCreator, StepRecorder, Protocol):
     """An engine, wherever it runs."""
 
     @property
@@ -279,19 +280,6 @@ class EngineAPI(ExecutionCreator, Protocol):
 
     # -- durable functions --------------------------------------------------------------------------------------
 
-    async def record_step(
-        self,
-        handle: Handle,
-        name: str,
-        occurrence: int,
-        result: bytes,
-        *,
-        encoding: str | None = None,
-        digest: str | None = None,
-        state: StepState = ...,
-        number: int | None = None,
-        started_at: int | None = None,
-    ) -> StepMemo: ...
     async def remembered(self, handle: Handle) -> Remembered: ...
     async def leave_gates(
         self, handle: Handle, operations: Sequence[LeftOperation], *, memo: MemoArgs | None = None

@@ -10,7 +10,7 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.api import executions
 from flowfabric.api.encoding import BULK_LIMIT, CREATE_LIMIT
-from flowfabric.client.base import execution_path
+from flowfabric.client.base import execution_path, fields_except
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.lanes import ClientLanes
@@ -49,14 +49,8 @@ class ClientExecutions(ClientLanes, ExecutionCreator):
         self._refresh_lanes_if_old()
         body = msgspec.structs.asdict(policy) | {"execution": encode_create(ask)}
         if message is not None:
-            body["message"] = {
-                "mailbox": message.mailbox,
-                "message_id": message.message_id,
-                "payload_b64": message.payload,
-                "payload_encoding": message.payload_encoding,
-                "sender": message.sender,
-                "wants_reply": message.wants_reply,
-            }
+            own = fields_except(message, "execution_id", "payload", "idempotency_key", "dedup_ttl_ms")
+            body["message"] = own | {"payload_b64": message.payload}
         return await self.transport.fetch(answers.Submitted, "POST", _key_path(ask.idempotency_key or ""), body)
 
     async def find_by_key(
@@ -191,23 +185,8 @@ def encode_create(ask: CreateExecution) -> dict[str, Any]:
     """Encode a create request; a malformed id is refused here by name."""
     ids.parse_execution_id(ask.execution_id)
     ids.parse_lane_id(ask.lane_id)
-    fields = {
-        "execution_id": ask.execution_id,
-        "namespace": ask.namespace,
-        "lane_id": ask.lane_id,
-        "execution_kind": ask.execution_kind,
-        "input_payload_b64": ask.input_payload,
-        "payload_encoding": ask.payload_encoding,
-        "priority": ask.priority,
-        "creator_identity": ask.creator_identity,
-        "idempotency_key": ask.idempotency_key,
-        "tags": ask.tags,
-        "policy": _policy(ask.policy),
-        "delay_until": ask.delay_until,
-        "execution_deadline_at": ask.execution_deadline_at,
-        "parent_id": ask.parent_id,
-        "key_lane": ask.key_lane,
-    }
+    fields = fields_except(ask, "partition", "input_payload", "policy")
+    fields |= {"input_payload_b64": ask.input_payload, "policy": _policy(ask.policy)}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -91,7 +92,39 @@ class Remembered(msgspec.Struct, frozen=True):
     progress_counts: dict[str, int] = {}  # how often each branch has reported progress
 
 
-class DurableOperations:
+class StepRecorder(Protocol):
+    """The part of an engine that records steps, in the store or on a server."""
+
+    async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo: ...
+
+    async def record_step(
+        self,
+        handle: Handle,
+        name: str,
+        occurrence: int,
+        result: bytes,
+        *,
+        encoding: str | None = None,
+        digest: str | None = None,
+        state: StepState = StepState.DONE,
+        number: int | None = None,
+        started_at: int | None = None,
+    ) -> StepMemo:
+        """Record the result of a step, or another state of it. If a result or failure was recorded before, it stays and
+        is the answer: see its `state`."""
+        args = MemoArgs(
+            name=name,
+            occurrence=occurrence,
+            result=result,
+            encoding=encoding,
+            digest=digest,
+            number=number,
+            started_at=started_at,
+        )
+        return await self._record_step(handle, args, state)
+
+
+class DurableOperations(StepRecorder):
     """Operations of durable functions."""
 
     lives: Lives
@@ -290,32 +323,9 @@ class DurableOperations:
         signals = await load_each(self.runtime, Signal, keys)
         return [wait_state.observed_signal(signal) for signal in signals if signal is not None]
 
-    async def record_step(
-        self,
-        handle: Handle,
-        name: str,
-        occurrence: int,
-        result: bytes,
-        *,
-        encoding: str | None = None,
-        digest: str | None = None,
-        state: StepState = StepState.DONE,
-        number: int | None = None,
-        started_at: int | None = None,
-    ) -> StepMemo:
-        """Record the result of a step, or another state of it. If a result or failure was recorded before, it stays and
-        is the answer: see its `state`."""
+    async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo:
         fields = self.runtime.handle_fields(handle)
         recorded_state = validate_suspension.validate_step_state(state)
-        args = MemoArgs(
-            name=name,
-            occurrence=occurrence,
-            result=result,
-            encoding=encoding,
-            digest=digest,
-            number=number,
-            started_at=started_at,
-        )
         memo = validate_suspension.step_memo(fields, args, recorded_state)
         cached = self._cached_without_failures(fields) if recorded_state is _DONE else None
 
