@@ -16,7 +16,7 @@ from flowfabric.client.decoding import convert_variant, decode_as, decode_varian
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.transport import quote_segment
 from flowfabric.engine.types import Fence
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Payload
@@ -164,9 +164,7 @@ class ClientLeases(ClientBase):
         for instance, (worker_id, claimed_lanes) in self._waiting_claims.items():
             if claimed_lanes.isdisjoint(lanes):
                 continue
-            task = start_task(self._end_claims(worker_id, instance))
-            self._ending_claims.add(task)
-            task.add_done_callback(self._ending_claims.discard)
+            start_background(self._end_claims(worker_id, instance), self._ending_claims)
 
     async def _end_claims(self, worker_id: str, instance: str) -> None:
         """End a waiting claim; repeat until it has returned, because the claim may reach the server later than this."""
