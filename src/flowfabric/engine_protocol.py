@@ -17,7 +17,6 @@ from flowfabric.engine.operations.durable import StepRecorder
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from types import TracebackType
-    from typing import Any, Self
 
     from flowfabric import errors
     from flowfabric.clock import StoreClockEstimate
