@@ -47,8 +47,10 @@ from flowfabric.model.view import view_of
 LEASE_LOST_KINDS = frozenset({"stale_lease", "lease_expired", "lease_revoked", "execution_not_active"})
 
 
-class ClientDurable(ClientLeases, StepRecorder):
+class ClientDurable(ClientLeases):
     """Operations of durable functions."""
+
+    record_step = StepRecorder.record_step
 
     async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo:
         return decode_as(await self._post_as_holder("steps", handle, **_memo_fields(args), state=state), StepMemo)

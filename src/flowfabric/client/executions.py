@@ -28,8 +28,10 @@ NO_FENCE = Fence()
 _ENVELOPE = 1024  # bytes that JSON adds to a body
 
 
-class ClientExecutions(ClientLanes, ExecutionCreator):
+class ClientExecutions(ClientLanes):
     """Operations of applications on executions and flows."""
+
+    create_execution = ExecutionCreator.create_execution
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         self._refresh_lanes_if_old()

@@ -18,7 +18,7 @@ from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 _USAGE = (limit_answers.Ok, limit_answers.AlreadyApplied, limit_answers.SoftBreach, limit_answers.HardBreach)
 
 
-class ClientLimits(ClientBase, BudgetReader):
+class ClientLimits(ClientBase):
     """Operations on budgets and quota policies."""
 
     async def create_budget(
@@ -103,6 +103,8 @@ class ClientLimits(ClientBase, BudgetReader):
     ) -> limit_answers.BudgetStatus:
         query = {"namespace": namespace}
         return await self.transport.fetch(limit_answers.BudgetStatus, "GET", _budget_path(budget_id), query=query)
+
+    read_budget_usage_and_limits = BudgetReader.read_budget_usage_and_limits
 
     async def create_quota_policy(
         self,

@@ -19,15 +19,15 @@ from flowfabric.engine.claiming.grant_scheduler import GrantScheduler
 from flowfabric.engine.claiming.guarded_claims import GuardedClaims
 from flowfabric.engine.claiming.ready_queues import ReadyQueues
 from flowfabric.engine.claiming.worker_routes import WorkerRoutes
-from flowfabric.engine.durable.approvals import ApprovalOperations
+from flowfabric.engine.durable.approvals import ApprovalInbox
 from flowfabric.engine.durable.child_cancels import ChildCancels
 from flowfabric.engine.durable.child_completions import ChildCompletions
-from flowfabric.engine.durable.children import ChildOperations
-from flowfabric.engine.durable.facts import FactOperations
-from flowfabric.engine.durable.held_runs import HeldRunOperations
+from flowfabric.engine.durable.children import ChildSpawner
+from flowfabric.engine.durable.facts import Facts
+from flowfabric.engine.durable.held_runs import HeldRuns
 from flowfabric.engine.durable.keyed_runs import KeyedRuns
 from flowfabric.engine.durable.lives import Lives
-from flowfabric.engine.durable.messages import MessageOperations
+from flowfabric.engine.durable.messages import Messages
 from flowfabric.engine.flows.bulk_cancel import BulkCanceller
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher
 from flowfabric.engine.flows.join_resolver import JoinResolver
@@ -38,18 +38,18 @@ from flowfabric.engine.limits.unblocker import Unblocker
 from flowfabric.engine.metrics.queue_depth import GaugeReader
 from flowfabric.engine.metrics.recorder import Metrics
 from flowfabric.engine.operations.admin import AdminOperations
-from flowfabric.engine.operations.bulk import BulkOperations
+from flowfabric.engine.operations.bulk import BulkOperator
 from flowfabric.engine.operations.claims import ClaimOperations
 from flowfabric.engine.operations.durable import DurableOperations
 from flowfabric.engine.operations.executions import ExecutionOperations
 from flowfabric.engine.operations.explainer import Explainer
-from flowfabric.engine.operations.flow_lists import FlowListOperations
+from flowfabric.engine.operations.flow_lists import FlowLists
 from flowfabric.engine.operations.flows import FlowOperations
 from flowfabric.engine.operations.leases import LeaseOperations
 from flowfabric.engine.operations.limits import LimitOperations
-from flowfabric.engine.operations.overview import OverviewOperations
+from flowfabric.engine.operations.overview import Overview
 from flowfabric.engine.operations.reads import ReadOperations
-from flowfabric.engine.operations.search import SearchOperations
+from flowfabric.engine.operations.search import ExecutionSearch
 from flowfabric.engine.operations.streams import StreamOperations
 from flowfabric.engine.operations.suspensions import SuspensionOperations
 from flowfabric.engine.retention.purger import Purger
@@ -64,7 +64,7 @@ from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.secret_box import SecretBox
 from flowfabric.engine.runtime.signing_keys import SigningKeys
 from flowfabric.engine.runtime.wakeups import stream_topic
-from flowfabric.engine.schedules.operator import ScheduleOperations
+from flowfabric.engine.schedules.operator import ScheduleOperator
 from flowfabric.engine.schedules.scheduler import Scheduler
 from flowfabric.engine.streams.frame_batches import FrameWriter
 from flowfabric.engine.streams.read_limiter import StreamReadLimiter
@@ -95,24 +95,14 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 class Engine(
     ExecutionOperations,
-    ScheduleOperations,
     LeaseOperations,
     ClaimOperations,
     SuspensionOperations,
     DurableOperations,
-    ChildOperations,
-    MessageOperations,
-    FactOperations,
-    HeldRunOperations,
-    ApprovalOperations,
     FlowOperations,
-    FlowListOperations,
     LimitOperations,
     StreamOperations,
     ReadOperations,
-    SearchOperations,
-    OverviewOperations,
-    BulkOperations,
     AdminOperations,
 ):
     """A durable execution engine on one store. Use it as an async context manager, or call `close`."""
@@ -134,8 +124,6 @@ class Engine(
         self.first_leases = RecentKeys(MAX_CACHED_LEASES)
         self.create_validator = validate.CreateValidator()
         self.lane_spreads = LaneSpreads(runtime)
-        self.schedule_ids = {}
-        self.inboxes = {}
         self.flow_locks = KeyedLock()
 
         self.aggregates = LimitAggregates(runtime)
@@ -162,6 +150,7 @@ class Engine(
             runtime, self.join_resolver, self.bulk_canceller.cancel_siblings, enabled=runtime.settings.dispatch
         )
         self.scheduler = Scheduler(runtime)
+        self.schedule_operator = ScheduleOperator(runtime, self.scheduler)
         self.child_completions = ChildCompletions(runtime, self.scheduler)
         self.child_cancels = ChildCancels(runtime)
         self.frame_writer = FrameWriter(runtime)
@@ -169,8 +158,17 @@ class Engine(
         self.explainer = Explainer(runtime, self.queues, self.aggregates, self.routes)
         self.purger = Purger(runtime)
         self.gauges = GaugeReader(runtime)
+        self.held_runs = HeldRuns(runtime, self.gauges)
+        self.facts = Facts(runtime)
+        self.messages = Messages(runtime, self.root_queues)
+        self.child_spawner = ChildSpawner(runtime)
         self.lives = Lives(runtime)
         self.keyed_runs = KeyedRuns(runtime, self.lane_spreads)
+        self.execution_search = ExecutionSearch(runtime)
+        self.overview = Overview(runtime, self.gauges, self.aggregates)
+        self.approval_inbox = ApprovalInbox(runtime)
+        self.flow_lists = FlowLists(runtime)
+        self.bulk_operator = BulkOperator(runtime)
 
         self._sweeper: Sweeper | None = None
         self._sweep_cursors: SweepCursors = {}

@@ -6,7 +6,7 @@ import pytest
 
 from flowfabric import errors
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.schedules.operator import ScheduleOperations
+from flowfabric.engine.schedules.operator import ScheduleOperator
 from flowfabric.ids import SeededMinter
 from tests.scenarios.checked_store import CheckedStore
 from tests.scenarios.env import Env
@@ -53,16 +53,16 @@ async def test_a_duplicate_left_by_a_process_that_died_is_deleted_by_the_next_pu
 ) -> None:
     other = second_engine(env)
 
-    begun: set[ScheduleOperations] = set()
+    begun: set[ScheduleOperator] = set()
 
-    async def dies(self: ScheduleOperations, namespace: str, name: str) -> str | None:
+    async def dies(self: ScheduleOperator, namespace: str, name: str) -> str | None:
         if self in begun:
             raise ConnectionError("the process has died")
         begun.add(self)
         return None
 
     with monkeypatch.context() as patch:
-        patch.setattr(ScheduleOperations, "_keep_one_schedule", dies)
+        patch.setattr(ScheduleOperator, "_keep_one", dies)
         for engine, lane in ((env.engine, slow), (other, fast)):
             with pytest.raises(ConnectionError):
                 await put(env, engine, lane)

@@ -33,10 +33,11 @@ class ApprovalPage(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class ApprovalOperations:
+class ApprovalInbox:
     """Operations that list approvals."""
 
-    runtime: Runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
 
     async def list_approvals(
         self,
@@ -47,10 +48,7 @@ class ApprovalOperations:
         cursor: str | None = None,
         limit: int = 50,
     ) -> ApprovalPage:
-        """List what executions, or this one, ask people, the first to time out first, after the cursor.
-
-        `limit` is the number of executions that are read; some of them may have ended, and ask nobody.
-        """
+        """List what executions, or this one, ask people, the first to time out first, after the cursor."""
         wanted = validate_namespaces(namespace, namespaces)
         # Expired gates ask nobody and are skipped. The estimate of the store's time may be early or late.
         after = (max(0, self.runtime.estimate.now() - MAX_SKEW_MS), "") if cursor is None else _parse_cursor(cursor)
@@ -59,16 +57,16 @@ class ApprovalOperations:
             return ApprovalPage([])
         if execution_id is not None:
             asking = await load_one(self.runtime, Suspension, validate.validate_execution_id(execution_id))
-            return ApprovalPage(await self._describe_approvals([] if asking is None else [asking], wanted))
+            return ApprovalPage(await self._describe([] if asking is None else [asking], wanted))
         scan = Scan(Suspension, (Where("asks_until", "set"),), ("asks_until", "execution_id"), after, size + 1)
         found: list[Suspension] = await self.runtime.scan(scan)
         last = found[size - 1] if len(found) > size else None
         return ApprovalPage(
-            await self._describe_approvals(found[:size], wanted),
+            await self._describe(found[:size], wanted),
             None if last is None else f"{last.asks_until}/{last.execution_id}",
         )
 
-    async def _describe_approvals(self, asking: Sequence[Suspension], wanted: tuple[str, ...] | None) -> list[Approval]:
+    async def _describe(self, asking: Sequence[Suspension], wanted: tuple[str, ...] | None) -> list[Approval]:
         if not asking:
             return []
         ids = [suspension.execution_id for suspension in asking]

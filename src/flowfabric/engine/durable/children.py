@@ -25,19 +25,16 @@ from flowfabric.rules.execution.fences import Fence
 MAX_CHILDREN_PER_SPAWN = 200
 
 
-class ChildOperations:
+class ChildSpawner:
     """Operations of the holder of a lease on its children."""
 
-    runtime: Runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
 
     async def spawn(
         self, handle: Handle, asks: Sequence[CreateExecution], memos: Sequence[MemoArgs]
     ) -> list[answers.Created | answers.Duplicate]:
-        """Create children of the held execution, and record each under its memo in the change that creates it.
-
-        A child whose memo is recorded, or whose id or key exists, is answered as Duplicate. If one is refused, it and
-        those after it are not created; each change creates up to 200.
-        """
+        """Create children of the held execution, and record each under its memo in the change that creates it."""
         fields = self.runtime.handle_fields(handle)
         checked = [validate.validate_create(ask) for ask in validate.validate_iterable("asks", asks)]
         records = [validate_suspension.step_memo(fields, memo) for memo in validate.validate_iterable("memos", memos)]

@@ -29,10 +29,11 @@ class FactReading(msgspec.Struct, frozen=True):
     has_ended: bool
 
 
-class FactOperations:
-    """Operations that set and read the facts of executions."""
+class Facts:
+    """Sets and reads the facts of executions."""
 
-    runtime: Runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
 
     async def set_fact(self, handle: Handle, args: FactArgs) -> Fact:
         """Set a fact as the holder of the lease; a set that was counted before changes nothing."""

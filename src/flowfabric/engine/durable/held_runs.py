@@ -52,11 +52,12 @@ class OldWays(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class HeldRunOperations:
+class HeldRuns:
     """Operations on runs that are held, patched or pinned."""
 
-    runtime: Runtime
-    gauges: GaugeReader
+    def __init__(self, runtime: Runtime, gauges: GaugeReader) -> None:
+        self.runtime = runtime
+        self.gauges = gauges
 
     async def record_patch(self, handle: Handle, patch: str, *, is_new: bool, number: int | None = None) -> StepMemo:
         """Record the run's answer to a patch; if one was recorded before, it stays and is the answer."""
@@ -77,10 +78,25 @@ class HeldRunOperations:
 
         return await self.runtime.decide_and_commit(reads, decide)
 
+    async def pin_version(self, handle: Handle, version: str, *, number: int | None = None) -> StepMemo:
+        """Require this version of the code from now on; one that was recorded before stays and is the answer."""
+        fields = self.runtime.handle_fields(handle)
+        name = _validate_version(version)
+        args = MemoArgs(name=pins.PIN, result=msgspec.json.encode(name), encoding="json", number=number)
+        memo = validate_suspension.step_memo(fields, args)
+        reads = ReadSet()
+        row = reads.one(Execution, fields.execution_id)
+        known = reads.one(StepMemo, fields.execution_id, memo.name, 0)
+
+        def decide(rows: Rows, now: int) -> Decision[StepMemo]:
+            return pins.pin_version(row(rows), known(rows), memo, version=name, fence=Fence.of(fields), now=now)
+
+        return await self.runtime.decide_and_commit(reads, decide)
+
     async def unpin(self, execution_id: str, *, version: str | None = None) -> bool:
         """Let workers of any version continue a pinned run, or those of `version`; False if nothing changes."""
         execution = validate.validate_execution_id(execution_id)
-        name = None if version is None else validate_version(version)
+        name = None if version is None else _validate_version(version)
         return await self.runtime.decide_execution(execution, lambda row, _: pins.unpin(row, name))
 
     async def count_held(self, *, namespaces: Sequence[str] | None = None) -> dict[str, int]:
@@ -106,11 +122,7 @@ class HeldRunOperations:
     async def release_held(
         self, execution_id: str, *, accept: bool = False, version: str | None = None, sender: str = ""
     ) -> bool:
-        """Resume a run that waits for other code; False if it does not.
-
-        With `accept` it takes the new way at the place where it was held. With `version` it is not resumed if that
-        version has held it before.
-        """
+        """Resume a run that waits for other code; False if it does not."""
         execution = validate.validate_execution_id(execution_id)
         by = validation.text("sender", sender)
         tried = validation.optional_name("version", version)
@@ -143,7 +155,7 @@ class HeldRunOperations:
         return [row.execution_id for row in rows]
 
 
-def validate_version(version: object) -> str:
+def _validate_version(version: object) -> str:
     """Return a version that a worker may offer as a capability, or raise `InvalidInput`."""
     name = validation.name("version", version)
     if not name:

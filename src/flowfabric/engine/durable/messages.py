@@ -32,24 +32,25 @@ from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 MAX_CACHED_INBOXES = 1000
 
 
-class MessageOperations:
-    """Operations that send messages to runs, and carry replies to those who ask."""
+class Messages:
+    """Sends messages to runs, and carries replies to those who ask."""
 
-    runtime: Runtime
-    root_queues: RootQueues
-    # By execution, which may be created again under its id: when it was, and what it declares to take.
-    inboxes: dict[str, tuple[int, Inbox]]
+    def __init__(self, runtime: Runtime, root_queues: RootQueues) -> None:
+        self.runtime = runtime
+        self.root_queues = root_queues
+        # By execution, which may be created again under its id: when it was, and what it declares to take.
+        self._inboxes: dict[str, tuple[int, Inbox]] = {}
 
-    async def send_message(self, args: MessageArgs) -> Accepted | DuplicateDelivery:
+    async def send(self, args: MessageArgs) -> Accepted | DuplicateDelivery:
         """Send a message to an execution that has not ended; messages are kept in order until they are received."""
         ask = validate_suspension.validate_mail(args)
-        answer = await self._send_message(ask)
+        answer = await self._send(ask)
         while isinstance(answer, NeedsInbox):
             await self._load_inbox(ask.execution_id)
-            answer = await self._send_message(ask)
+            answer = await self._send(ask)
         return answer
 
-    async def _send_message(self, ask: MessageArgs) -> Accepted | DuplicateDelivery | NeedsInbox:
+    async def _send(self, ask: MessageArgs) -> Accepted | DuplicateDelivery | NeedsInbox:
         key, call = wait_encoding.key_digest(ask.idempotency_key or ""), str(self.runtime.minter.change_id())
         reads = ReadSet()
         row, suspension = reads.one(Execution, ask.execution_id), reads.one(Suspension, ask.execution_id)
@@ -66,7 +67,7 @@ class MessageOperations:
         return await self.root_queues.decide_and_commit(ask.execution_id, reads, decide)
 
     def _find_inbox(self, row: Execution) -> Inbox | None:
-        created_at, inbox = self.inboxes.get(row.execution_id, (None, None))
+        created_at, inbox = self._inboxes.get(row.execution_id, (None, None))
         return inbox if created_at == row.created_at else None
 
     async def _load_inbox(self, execution_id: str) -> None:
@@ -74,21 +75,17 @@ class MessageOperations:
         row, payload = reads.one(Execution, execution_id), reads.one(Payload, execution_id)
         rows = (await self.runtime.load(reads)).rows
         found, stored = row(rows), payload(rows)
-        if len(self.inboxes) >= MAX_CACHED_INBOXES:
-            self.inboxes.clear()
+        if len(self._inboxes) >= MAX_CACHED_INBOXES:
+            self._inboxes.clear()
         if found is not None:
-            self.inboxes[execution_id] = found.created_at, parse_inbox(None if stored is None else stored.policy)
+            self._inboxes[execution_id] = found.created_at, parse_inbox(None if stored is None else stored.policy)
 
     async def ask(self, args: MessageArgs, *, max_wait_ms: int = 0) -> Reply:
-        """Send a message that wants a reply, unless it was sent before, and wait up to `max_wait_ms` for the reply.
-
-        With an idempotency key the message's id is derived from it, so that the same question has the same reply for as
-        long as the run is kept.
-        """
+        """Send a message that wants a reply, unless it was sent before, and wait up to `max_wait_ms` for the reply."""
         asked = msgspec.structs.replace(validate_suspension.validate_mail(args), wants_reply=True)
         if asked.idempotency_key:
             asked = msgspec.structs.replace(asked, message_id=ask_id(asked), idempotency_key=None)
-        await self.send_message(asked)
+        await self.send(asked)
         return await self.read_reply(asked.execution_id, asked.message_id, max_wait_ms=max_wait_ms)
 
     async def reply(self, handle: Handle, args: ReplyArgs, memo: MemoArgs) -> Reply:
@@ -107,7 +104,7 @@ class MessageOperations:
         return await self.runtime.decide_and_commit(reads, decide)
 
     async def close_inbox(self, handle: Handle, memo: MemoArgs) -> bool:
-        """Close the inbox of the held execution if nothing is unread; what is recorded first stays the answer."""
+        """Close the inbox of the held execution if nothing is unread, and record whether that was so."""
         fields = self.runtime.handle_fields(handle)
         record = validate_suspension.step_memo(fields, memo)
         execution, reads = fields.execution_id, ReadSet()
@@ -122,7 +119,7 @@ class MessageOperations:
         )
 
     async def read_reply(self, execution_id: str, message_id: str, *, max_wait_ms: int = 0) -> Reply:
-        """Return the reply to a message that wants one; wait up to `max_wait_ms` while it is open."""
+        """Return the reply to a message; wait up to `max_wait_ms` for it. One that is still open has no answer yet."""
         execution = validate.validate_execution_id(execution_id)
         message = validate.parse_uuid("message_id", message_id)
         clock = asyncio.get_running_loop().time

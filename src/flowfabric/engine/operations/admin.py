@@ -8,22 +8,25 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine.operations.bulk import DEFAULT_CEILING, BulkOperator, BulkPage, BulkPreview
 from flowfabric.engine.retention.purger import Purger
 from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.read_set import ReadSet, decide_row, load_one
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.signing_keys import KEYS, KEYSTORE, SigningKeys
 from flowfabric.engine.validation import execution as validate
+from flowfabric.model.bulk_operation import BulkVerb
 from flowfabric.model.deployment import Deployment
 from flowfabric.model.execution import Execution
 from flowfabric.model.scheduling.lane import Lane, LaneSpread
 from flowfabric.model.security.api_token import ApiScope, ApiToken, ApiTokenCreated, TokenView
 from flowfabric.rules import deployment, retention, validation
+from flowfabric.rules.bulk_operation import BulkStatus
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.feed import Filter
 from flowfabric.rules.scheduling import lane_spread
@@ -61,6 +64,7 @@ class PartitionRotation(msgspec.Struct, frozen=True):
 class AdminOperations:
     """Operations of an administrator: signing keys, API tokens, retention, partitions."""
 
+    bulk_operator: BulkOperator
     runtime: Runtime
     purger: Purger
     signing_keys: SigningKeys
@@ -350,6 +354,48 @@ class AdminOperations:
         """List the id of the key that signs and of those that still verify."""
         loaded = await self.runtime.load(KEYSTORE)
         return keystore.list_kids(KEYS(loaded.rows), loaded.now)
+
+    async def preview_operation(self, verb: BulkVerb | str, criteria: dict[str, Any]) -> BulkPreview:
+        """Count what a bulk operation would act on, and show some of it; nothing is changed."""
+        return await self.bulk_operator.preview_operation(verb, criteria)
+
+    async def start_operation(
+        self,
+        verb: BulkVerb | str,
+        criteria: dict[str, Any],
+        *,
+        reason: str,
+        ceiling: int = DEFAULT_CEILING,
+        priority: int | None = None,
+        requested_by: str = "",
+        operation_id: str | None = None,
+    ) -> BulkStatus:
+        """Start a bulk operation on the executions that a filter finds; the same request again changes nothing.
+
+        `criteria` are the filters of `search_executions`. At least one is needed. `ceiling` is the largest number of
+        executions to act on.
+        """
+        return await self.bulk_operator.start_operation(
+            verb,
+            criteria,
+            reason=reason,
+            ceiling=ceiling,
+            priority=priority,
+            requested_by=requested_by,
+            operation_id=operation_id,
+        )
+
+    async def read_operation(self, operation_id: str) -> BulkStatus:
+        """Return a bulk operation and its progress."""
+        return await self.bulk_operator.read_operation(operation_id)
+
+    async def list_operations(self, *, cursor: str | None = None, limit: int = 50) -> BulkPage:
+        """List bulk operations, newest first, after the cursor."""
+        return await self.bulk_operator.list_operations(cursor=cursor, limit=limit)
+
+    async def cancel_operation(self, operation_id: str) -> BulkStatus:
+        """Cancel a bulk operation: what was done stays done, and no further page is begun. Idempotent."""
+        return await self.bulk_operator.cancel_operation(operation_id)
 
 
 def _bearer(row: ApiToken) -> VerifiedToken:

@@ -47,10 +47,11 @@ class BulkPage(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class BulkOperations:
+class BulkOperator:
     """Operations on many executions at once."""
 
-    runtime: Runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
 
     async def preview_operation(self, verb: BulkVerb | str, criteria: dict[str, Any]) -> BulkPreview:
         """Count what a bulk operation would act on, and show some of it; nothing is changed."""
@@ -82,11 +83,7 @@ class BulkOperations:
         requested_by: str = "",
         operation_id: str | None = None,
     ) -> BulkStatus:
-        """Start a bulk operation on the executions that a filter finds; the same request again changes nothing.
-
-        `criteria` are the filters of `search_executions`. At least one is needed. `ceiling` is the largest number of
-        executions to act on.
-        """
+        """Start a bulk operation on the executions that a filter finds; the same request again changes nothing."""
         chosen = validation.choice(BulkVerb, "verb", verb)
         number = None if priority is None else validation.integer("priority", priority)
         if (number is None) == (chosen is BulkVerb.PRIORITY):

@@ -9,8 +9,11 @@ from typing import Protocol
 import msgspec
 
 from flowfabric import errors, ids
-from flowfabric.engine.durable.held_runs import validate_version
+from flowfabric.engine.durable.children import ChildSpawner
+from flowfabric.engine.durable.facts import FactReading, Facts
+from flowfabric.engine.durable.held_runs import MAX_HELD, HeldRuns, OldWays
 from flowfabric.engine.durable.lives import Lives
+from flowfabric.engine.durable.messages import Messages
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_many
 from flowfabric.engine.runtime.recent_keys import RecentKeys
@@ -23,9 +26,11 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import (
     ChildCompletion,
+    Fact,
     Gate,
     GateMemo,
     MailboxMessage,
+    Reply,
     StepMemo,
     StepState,
     Vote,
@@ -36,17 +41,22 @@ from flowfabric.model.suspension import Signal, Suspension, Waitpoint
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import gates as gate_rules
-from flowfabric.rules.durable import leave, mailbox, pins, steps
+from flowfabric.rules.durable import leave, mailbox, steps
 from flowfabric.rules.durable import park as park_rules
+from flowfabric.rules.durable.asks import ReplyArgs
+from flowfabric.rules.durable.facts import FactArgs
 from flowfabric.rules.durable.gates import GateArgs, GateRows, NeedsMessages, OpenGate
 from flowfabric.rules.durable.keys import BATCH_MAILBOX
 from flowfabric.rules.durable.leave import LeaveRows, LeftOperation
+from flowfabric.rules.durable.mailbox import MessageArgs
 from flowfabric.rules.durable.park import GatesClosed, GatesReady, ParkedExecution, ParkRows
 from flowfabric.rules.durable.steps import MemoArgs
 from flowfabric.rules.execution import fences, progress
+from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.security import waitpoint_token as waitpoint_tokens
 from flowfabric.rules.suspension import state as wait_state
+from flowfabric.rules.suspension.signals import Accepted, DuplicateDelivery
 from flowfabric.rules.suspension.state import ObservedSignal
 from flowfabric.stores.queries import Read, Scan, Where
 
@@ -124,10 +134,14 @@ class StepRecorder(Protocol):
         return await self._record_step(handle, args, state)
 
 
-class DurableOperations(StepRecorder):
+class DurableOperations:
     """Operations of durable functions."""
 
+    child_spawner: ChildSpawner
+    facts: Facts
+    held_runs: HeldRuns
     lives: Lives
+    messages: Messages
     runtime: Runtime
     signing_keys: SigningKeys
     first_leases: RecentKeys
@@ -323,6 +337,44 @@ class DurableOperations(StepRecorder):
         signals = await load_each(self.runtime, Signal, keys)
         return [wait_state.observed_signal(signal) for signal in signals if signal is not None]
 
+    async def send_message(self, args: MessageArgs) -> Accepted | DuplicateDelivery:
+        """Send a message to an execution that has not ended; messages are kept in order until they are received."""
+        return await self.messages.send(args)
+
+    async def ask(self, args: MessageArgs, *, max_wait_ms: int = 0) -> Reply:
+        """Send a message that wants a reply, unless it was sent before, and wait up to `max_wait_ms` for the reply.
+
+        With an idempotency key the message's id is derived from it, so that the same question has the same reply for as
+        long as the run is kept.
+        """
+        return await self.messages.ask(args, max_wait_ms=max_wait_ms)
+
+    async def reply(self, handle: Handle, args: ReplyArgs, memo: MemoArgs) -> Reply:
+        """Reply to a message as the holder of the lease, and record that; the first reply stays and is the answer."""
+        return await self.messages.reply(handle, args, memo)
+
+    async def close_inbox(self, handle: Handle, memo: MemoArgs) -> bool:
+        """Close the inbox of the held execution if nothing is unread; what is recorded first stays the answer."""
+        return await self.messages.close_inbox(handle, memo)
+
+    async def read_reply(self, execution_id: str, message_id: str, *, max_wait_ms: int = 0) -> Reply:
+        """Return the reply to a message that wants one; wait up to `max_wait_ms` while it is open."""
+        return await self.messages.read_reply(execution_id, message_id, max_wait_ms=max_wait_ms)
+
+    async def set_fact(self, handle: Handle, args: FactArgs) -> Fact:
+        """Set a fact as the holder of the lease; a set that was counted before changes nothing."""
+        return await self.facts.set_fact(handle, args)
+
+    async def read_fact(self, execution_id: str, name: str, *, after: int = 0, max_wait_ms: int = 0) -> FactReading:
+        """Return a fact whose number is greater than `after`; wait for it, or for the end, up to `max_wait_ms`."""
+        return await self.facts.read_fact(execution_id, name, after=after, max_wait_ms=max_wait_ms)
+
+    async def list_facts(self, execution_id: str) -> list[Fact]:
+        """Return the facts of an execution by name."""
+        return await self.facts.list_facts(execution_id)
+
+    record_step = StepRecorder.record_step
+
     async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo:
         fields = self.runtime.handle_fields(handle)
         recorded_state = validate_suspension.validate_step_state(state)
@@ -382,21 +434,50 @@ class DurableOperations(StepRecorder):
         """Return the recorded steps of an execution in the order in which they began."""
         return steps.in_order(await load_many(self.runtime, StepMemo, validate.validate_execution_id(execution_id)))
 
+    async def record_patch(self, handle: Handle, patch: str, *, is_new: bool, number: int | None = None) -> StepMemo:
+        """Record the run's answer to a patch; if one was recorded before, it stays and is the answer."""
+        return await self.held_runs.record_patch(handle, patch, is_new=is_new, number=number)
+
+    async def release_held(
+        self, execution_id: str, *, accept: bool = False, version: str | None = None, sender: str = ""
+    ) -> bool:
+        """Resume a run that waits for other code; False if it does not.
+
+        With `accept` it takes the new way at the place where it was held. With `version` it is not resumed if that
+        version has held it before.
+        """
+        return await self.held_runs.release_held(execution_id, accept=accept, version=version, sender=sender)
+
+    async def list_held(self, tasks: Sequence[str], *, namespace: str = "default", limit: int = MAX_HELD) -> list[str]:
+        """Return runs of these tasks that wait for other code, by task, at most `limit` of them."""
+        return await self.held_runs.list_held(tasks, namespace=namespace, limit=limit)
+
     async def pin_version(self, handle: Handle, version: str, *, number: int | None = None) -> StepMemo:
         """Require this version of the code for the held execution; one that was recorded before stays."""
-        fields = self.runtime.handle_fields(handle)
-        self._cached_without_failures(fields)  # before its row says that it has steps
-        name = validate_version(version)
-        args = MemoArgs(name=pins.PIN, result=msgspec.json.encode(name), encoding="json", number=number)
-        memo = validate_suspension.step_memo(fields, args)
-        reads = ReadSet()
-        row = reads.one(Execution, fields.execution_id)
-        known = reads.one(StepMemo, fields.execution_id, memo.name, 0)
+        self._cached_without_failures(self.runtime.handle_fields(handle))  # before its row says that it has steps
+        return await self.held_runs.pin_version(handle, version, number=number)
 
-        def decide(rows: Rows, now: int) -> Decision[StepMemo]:
-            return pins.pin_version(row(rows), known(rows), memo, version=name, fence=Fence.of(fields), now=now)
+    async def unpin(self, execution_id: str, *, version: str | None = None) -> bool:
+        """Let workers of any version continue a pinned run, or those of `version`; False if nothing changes."""
+        return await self.held_runs.unpin(execution_id, version=version)
 
-        return await self.runtime.decide_and_commit(reads, decide)
+    async def count_held(self, *, namespaces: Sequence[str] | None = None) -> dict[str, int]:
+        """Count the runs that wait for other code, by task; all of them together up to 10,000."""
+        return await self.held_runs.count_held(namespaces=namespaces)
+
+    async def count_old_ways(self, *, namespaces: Sequence[str] | None = None, cursor: str | None = None) -> OldWays:
+        """Count unfinished runs that go the old way of a patch or are pinned, after the cursor."""
+        return await self.held_runs.count_old_ways(namespaces=namespaces, cursor=cursor)
+
+    async def spawn(
+        self, handle: Handle, asks: Sequence[CreateExecution], memos: Sequence[MemoArgs]
+    ) -> list[answers.Created | answers.Duplicate]:
+        """Create children of the held execution, and record each under its memo in the change that creates it.
+
+        A child whose memo is recorded, or whose id or key exists, is answered as Duplicate. If one is refused, it and
+        those after it are not created; each change creates up to 200.
+        """
+        return await self.child_spawner.spawn(handle, asks, memos)
 
     async def continue_as_new(
         self, handle: Handle, input_payload: bytes, *, encoding: str | None = None, unmet: Sequence[str] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
 from flowfabric.engine.runtime.read_set import ReadSet, load_each
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
+from flowfabric.engine.schedules.operator import ScheduleOperator, SchedulePage
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation import keys as validate_keys
 from flowfabric.engine.validation import suspension as validate_suspension
@@ -24,6 +25,7 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution
 from flowfabric.model.flow import CancelBacklog, Dependency, Edge, EdgeGroup, PendingMemberCancel
 from flowfabric.model.gate import GateMemo, Reply, StepMemo
+from flowfabric.model.scheduling.schedule import Overlap, ScheduleSpec
 from flowfabric.rules import validation
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.durable import asks
@@ -36,13 +38,15 @@ from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow import dependencies, successors
+from flowfabric.rules.schedule.define import Backfilled, PutOutcome
+from flowfabric.rules.schedule.views import ScheduleDescription
 from flowfabric.stores.port import SupportsCallerTransaction
 from flowfabric.stores.queries import Read, Scan, Where
 
 MAX_EDGES_PER_STEP = 500  # edges whose outcome one change retracts
 
 
-class ExecutionOperations(ExecutionCreator):
+class ExecutionOperations:
     """Operations on executions that need no lease."""
 
     runtime: Runtime
@@ -50,6 +54,9 @@ class ExecutionOperations(ExecutionCreator):
     recent_creates: RecentCreates
     keyed_runs: KeyedRuns
     lane_spreads: LaneSpreads
+    schedule_operator: ScheduleOperator
+
+    create_execution = ExecutionCreator.create_execution
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution from a request; return Duplicate if its id or its idempotency key exists."""
@@ -303,6 +310,75 @@ class ExecutionOperations(ExecutionCreator):
             return [] if execution is None or execution.flow_id is None else await self._load_member(execution)
 
         return await self.runtime.decide_and_commit(reads, decide, load_more=load_more)
+
+    async def put_schedule(
+        self,
+        name: str,
+        spec: ScheduleSpec,
+        run: CreateExecution,
+        *,
+        owner: str | None = None,
+        only_new: bool = False,
+    ) -> PutOutcome:
+        """Put a schedule in place, whose runs are like `run`; the same definition again changes nothing.
+
+        An id, a key, a delay and a deadline of `run` have no meaning here. `owner` is the application that declares the
+        schedule in its code. `only_new` refuses to change one that exists with another definition.
+        """
+        return await self.schedule_operator.put_schedule(name, spec, run, owner=owner, only_new=only_new)
+
+    async def list_schedules(
+        self,
+        *,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> SchedulePage:
+        """List schedules by name, after the cursor."""
+        return await self.schedule_operator.list_schedules(
+            namespace=namespace, namespaces=namespaces, cursor=cursor, limit=limit
+        )
+
+    async def describe_schedule(self, name: str, *, namespace: str = "default") -> ScheduleDescription:
+        """Return a schedule with its last ten runs and its next ten instants."""
+        return await self.schedule_operator.describe_schedule(name, namespace)
+
+    async def pause_schedule(self, name: str, *, note: str = "", namespace: str = "default") -> bool:
+        """Pause a schedule until it is resumed, also through deploys; False if nothing changes."""
+        return await self.schedule_operator.pause_schedule(name, note, namespace)
+
+    async def resume_schedule(self, name: str, *, namespace: str = "default") -> bool:
+        """Resume a schedule with its next instant; False if it is not paused."""
+        return await self.schedule_operator.resume_schedule(name, namespace)
+
+    async def trigger_schedule(
+        self, name: str, *, trigger_id: str | None = None, namespace: str = "default"
+    ) -> answers.Created | answers.Duplicate:
+        """Create a run of a schedule now; the same `trigger_id` again changes nothing."""
+        return await self.schedule_operator.trigger_schedule(name, trigger_id, namespace)
+
+    async def backfill_schedule(
+        self, name: str, start: int, end: int, *, overlap: Overlap | str = Overlap.QUEUE, namespace: str = "default"
+    ) -> Backfilled:
+        """Create the runs of instants from `start` to before `end`; an instant that has its run is skipped."""
+        return await self.schedule_operator.backfill_schedule(name, start, end, overlap, namespace)
+
+    async def delete_schedule(self, name: str, *, namespace: str = "default") -> bool:
+        """Delete a schedule; its runs continue. False if there is none."""
+        return await self.schedule_operator.delete_schedule(name, namespace)
+
+    async def retire_schedules(
+        self,
+        owner: str,
+        *,
+        keep: Sequence[str],
+        note: str = "",
+        remove: bool = False,
+        namespace: str = "default",
+    ) -> list[str]:
+        """Pause the schedules that an application no longer declares, or remove them; return their names."""
+        return await self.schedule_operator.retire_schedules(owner, keep, note, remove, namespace)
 
     async def _load_member(self, row: Execution) -> Rows:
         """Load the pending cancel of a flow member; of a skipped one also the join group, the edges and upstreams."""

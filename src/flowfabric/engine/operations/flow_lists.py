@@ -23,10 +23,11 @@ MAX_PAGE = 1000
 FLOW_BUDGET = 2000  # flows that one call reads to find those of some namespaces
 
 
-class FlowListOperations:
+class FlowLists:
     """Operations that read whole flows."""
 
-    runtime: Runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
 
     async def search_flows(
         self,
@@ -36,10 +37,7 @@ class FlowListOperations:
         cursor: str | None = None,
         limit: int = 50,
     ) -> FlowListPage:
-        """List flows of all partitions, newest first, after the cursor, with the counts of the last projection.
-
-        A page that is not full and has a cursor is incomplete: one call reads at most FLOW_BUDGET flows.
-        """
+        """List flows of all partitions, newest first, after the cursor, with the counts of the last projection."""
         wanted = validate_namespaces(namespace, namespaces)
         after = None if cursor is None else _parse_cursor(cursor)
         size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
@@ -59,10 +57,7 @@ class FlowListOperations:
         )
 
     async def read_flow_graph(self, flow_id: str) -> FlowGraph:
-        """Return the members of a flow with their kinds and states, the edges between them, and the joins.
-
-        The graph is one snapshot; states may be newer. Members that retention has deleted have no state.
-        """
+        """Return the members of a flow with their kinds and states, the edges between them, and the joins."""
         flow_id = validate.validate_flow_id(flow_id)
         reads = ReadSet()
         flow, members = reads.one(Flow, flow_id), reads.many(FlowMember, flow_id)

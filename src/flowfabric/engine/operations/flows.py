@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from flowfabric.engine.flows.bulk_cancel import BulkCanceller, load_readable
 from flowfabric.engine.flows.completion_dispatcher import CompletionDispatcher, outgoing_edges
 from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, JoinResolver
 from flowfabric.engine.operations.create import defaults_of
+from flowfabric.engine.operations.flow_lists import FlowLists
+from flowfabric.engine.operations.pages import FlowListPage
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.keyed_lock import KeyedLock
 from flowfabric.engine.runtime.read_set import ReadSet, decide_row, load_each, load_one
@@ -41,6 +43,7 @@ from flowfabric.rules.flow import cancel as flow_cancel
 from flowfabric.rules.flow.build import StageEdge
 from flowfabric.rules.flow.dependencies import ApplyDependency
 from flowfabric.rules.flow.graph import CreateGraph
+from flowfabric.rules.flow.views import FlowGraph
 
 MAX_WAIT_MS = 300_000
 MAX_LISTED_MEMBERS = 1000  # members that the answer to a repeated cancel lists
@@ -78,6 +81,7 @@ class GraphEdge(msgspec.Struct, frozen=True):
 class FlowOperations:
     """Operations on flows, their edges and joins."""
 
+    flow_lists: FlowLists
     runtime: Runtime
     flow_locks: KeyedLock
     bulk_canceller: BulkCanceller
@@ -421,6 +425,29 @@ class FlowOperations:
             validation.optional_text("data_passing_ref", edge.data_passing_ref),
             None,
         )
+
+    async def search_flows(
+        self,
+        *,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> FlowListPage:
+        """List flows of all partitions, newest first, after the cursor, with the counts of the last projection.
+
+        A page that is not full and has a cursor is incomplete: one call reads at most FLOW_BUDGET flows.
+        """
+        return await self.flow_lists.search_flows(
+            namespace=namespace, namespaces=namespaces, cursor=cursor, limit=limit
+        )
+
+    async def read_flow_graph(self, flow_id: str) -> FlowGraph:
+        """Return the members of a flow with their kinds and states, the edges between them, and the joins.
+
+        The graph is one snapshot; states may be newer. Members that retention has deleted have no state.
+        """
+        return await self.flow_lists.read_flow_graph(flow_id)
 
 
 def max_wait_ms_of(wait: Wait) -> int | None:

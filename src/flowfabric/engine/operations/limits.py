@@ -58,7 +58,7 @@ class BudgetReader(Protocol):
         return status.usage, bounds | {f"soft:{dimension}": limit for dimension, limit in status.soft_limits.items()}
 
 
-class LimitOperations(BudgetReader):
+class LimitOperations:
     """Operations on budgets and quota policies."""
 
     runtime: Runtime
@@ -412,6 +412,8 @@ class LimitOperations(BudgetReader):
         budget = validate_limits.build_owned_id(namespace, budget_id)
         _, states = await self.aggregates.budgets.load([budget])
         return validate.value_or_raise(budget_rules.status(states[budget]))
+
+    read_budget_usage_and_limits = BudgetReader.read_budget_usage_and_limits
 
     async def list_budgets(
         self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE

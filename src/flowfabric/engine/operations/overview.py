@@ -84,18 +84,16 @@ class EventPage(msgspec.Struct, frozen=True):
     next_before: int | None = None
 
 
-class OverviewOperations:
+class Overview:
     """Operations that read across executions."""
 
-    runtime: Runtime
-    gauges: GaugeReader
-    aggregates: LimitAggregates
+    def __init__(self, runtime: Runtime, gauges: GaugeReader, aggregates: LimitAggregates) -> None:
+        self.runtime = runtime
+        self.gauges = gauges
+        self.aggregates = aggregates
 
     async def read_levels(self) -> Levels:
-        """Return how many executions of each lane wait, run, sleep and are blocked, and how many workers serve it.
-
-        They are counted through indexes, up to a bound: a count that equals it means at least that many.
-        """
+        """Return how many executions of each lane wait, run, sleep and are blocked, and how many workers serve it."""
         now, lanes = await self.gauges.read_lanes(MAX_SHOWN)
         return Levels(now, lanes)
 
@@ -179,17 +177,13 @@ class OverviewOperations:
         before: int | None = None,
         limit: int = 50,
     ) -> EventPage:
-        """List past events, newest first, before a position; renewals of leases are left out.
-
-        A page that is not full and has a next position is incomplete: few of the events that were read belong to these
-        topics and namespaces.
-        """
+        """List past events, newest first, before a position; renewals of leases are left out."""
         chosen = _topics(topics)
         wanted = validate_namespaces(None, namespaces)
         size = validation.integer("limit", limit, least=1, most=MAX_EVENTS)
         end = await self.runtime.retry_while_unavailable(self.runtime.store.feed_end)
         top = end + 1 if before is None else min(validation.integer("before", before, least=0), end + 1)
-        oldest = [event.position for topic in chosen for event in (await self._read_feed(topic, 0, 1)).events]
+        oldest = [event.position for topic in chosen for event in (await self._feed(topic, 0, 1)).events]
         floor = min(oldest, default=top)
         found: dict[int, FeedEvent] = {}
         low, step = top, FEED_STEP
@@ -222,7 +216,7 @@ class OverviewOperations:
         events: list[FeedEvent] = []
         after = max(0, low - 1)
         for _ in range(FEED_PAGES):
-            page = await self._read_feed(topic, after, FEED_STEP)
+            page = await self._feed(topic, after, FEED_STEP)
             events += [event for event in page.events if event.position < high]
             if page.position >= high - 1 or page.position <= after:
                 return events
@@ -231,7 +225,7 @@ class OverviewOperations:
                 break
         return None
 
-    async def _read_feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
+    async def _feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
         return await self.runtime.retry_while_unavailable(lambda: self.runtime.store.feed(topic, after, limit))
 
 

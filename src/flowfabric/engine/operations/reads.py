@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,21 +11,26 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.engine.flows.completion_dispatcher import outgoing_edges, scan_edges
 from flowfabric.engine.operations.explainer import Explainer
+from flowfabric.engine.operations.overview import EventPage, Levels, Overview, QuotaPage, Spending, SpendingPage
 from flowfabric.engine.operations.pages import (
+    ExecutionListPage,
     ExecutionOutcome,
     ExecutionPage,
     ExpiredLease,
     ExpiredLeasePage,
     FlowPage,
     HistoryEntry,
+    IdMatches,
     LanePage,
 )
+from flowfabric.engine.operations.search import ExecutionSearch
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.read_set import ReadSet, load_each, load_many, load_one
 from flowfabric.engine.runtime.recent_creates import RecentCreates
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import completion_topic, wait_for_wakeup
 from flowfabric.engine.validation import execution as validate
+from flowfabric.engine.validation.execution_filter import validate_filter
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.answers.execution import AttemptView
 from flowfabric.model.event import FeedEvent, Topic
@@ -33,6 +38,7 @@ from flowfabric.model.execution import Attempt, Execution, Payload, Result
 from flowfabric.model.failure import read_failure
 from flowfabric.model.flow import Edge, EdgeGroup, Flow, FlowMember, FlowSummary
 from flowfabric.model.obstacles import Explanation
+from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
 from flowfabric.model.states import LifecyclePhase, PublicState, TerminalOutcome
 from flowfabric.model.suspension import Suspension
 from flowfabric.rules import validation
@@ -64,6 +70,8 @@ _HISTORY_FIELDS = (
 class ReadOperations:
     """Operations that read executions and flows."""
 
+    overview: Overview
+    execution_search: ExecutionSearch
     runtime: Runtime
     explainer: Explainer
     recent_creates: RecentCreates
@@ -394,6 +402,112 @@ class ReadOperations:
         row, payload = reads.one(Execution, execution), reads.one(Payload, execution)
         rows = (await self.runtime.load(reads)).rows
         return row(rows), payload(rows)
+
+    async def search_executions(
+        self,
+        *,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        kind: str | None = None,
+        public_state: PublicState | str | Sequence[PublicState | str] | None = None,
+        lane_id: str | None = None,
+        tag: tuple[str, str] | None = None,
+        flow_id: str | None = None,
+        parent_id: str | None = None,
+        worker_instance_id: str | None = None,
+        error: str | None = None,
+        created_from: int | None = None,
+        created_before: int | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> ExecutionListPage:
+        """List executions of all partitions that match every filter, newest first, after the cursor.
+
+        A page that is not full and has a cursor is incomplete: what matches is rarer than one call reads.
+        """
+        wanted = validate_filter(
+            namespace=namespace,
+            namespaces=namespaces,
+            kind=kind,
+            public_state=public_state,
+            lane_id=lane_id,
+            tag=tag,
+            flow_id=flow_id,
+            parent_id=parent_id,
+            worker_instance_id=worker_instance_id,
+            error=error,
+            created_from=created_from,
+            created_before=created_before,
+        )
+        return await self.execution_search.search(wanted, cursor, limit)
+
+    async def list_children(
+        self, execution_id: str, *, cursor: str | None = None, limit: int = 100
+    ) -> ExecutionListPage:
+        """List the executions whose parent this is, oldest first, after the cursor."""
+        return await self.execution_search.list_children(execution_id, cursor=cursor, limit=limit)
+
+    async def read_kinds(self, execution_ids: Iterable[str]) -> dict[str, str]:
+        """Return the kinds of these executions in one round trip; a missing execution is left out."""
+        return await self.execution_search.read_kinds(execution_ids)
+
+    async def find_executions(
+        self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
+    ) -> IdMatches:
+        """Find executions by a prefix of their id, in some namespaces or in all.
+
+        The partition may be omitted: 86:019a9f3c and 019a9f3c match {fp:86}:019a9f3c. Each partition is one range scan
+        of the id index.
+        """
+        return await self.execution_search.find_executions(prefix, namespaces=namespaces, limit=limit)
+
+    async def read_levels(self) -> Levels:
+        """Return how many executions of each lane wait, run, sleep and are blocked, and how many workers serve it.
+
+        They are counted through indexes, up to a bound: a count that equals it means at least that many.
+        """
+        return await self.overview.read_levels()
+
+    async def list_worker_executions(
+        self,
+        worker_instance_id: str,
+        *,
+        namespaces: Sequence[str] | None = None,
+        limit: int = 100,
+    ) -> ExecutionListPage:
+        """List the executions whose lease a worker instance holds, the first to expire first."""
+        return await self.overview.list_worker_executions(worker_instance_id, namespaces=namespaces, limit=limit)
+
+    async def read_spending(self, execution_id: str) -> list[Spending]:
+        """List what an execution has spent and reserved, by budget and dimension."""
+        return await self.overview.read_spending(execution_id)
+
+    async def list_spenders(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE, cursor: str | None = None, limit: int = 100
+    ) -> SpendingPage:
+        """List who has spent from a budget since its last reset, by execution and dimension, after the cursor."""
+        return await self.overview.list_spenders(budget_id, namespace=namespace, cursor=cursor, limit=limit)
+
+    async def list_quotas(
+        self, *, namespace: str = DEFAULT_NAMESPACE, cursor: str | None = None, limit: int = 50
+    ) -> QuotaPage:
+        """List the quota policies of a namespace by id, with what they admit and who holds their slots."""
+        return await self.overview.list_quotas(namespace=namespace, cursor=cursor, limit=limit)
+
+    async def list_events(
+        self,
+        *,
+        topics: Sequence[Topic | str] = tuple(Topic),
+        namespaces: Sequence[str] | None = None,
+        before: int | None = None,
+        limit: int = 50,
+    ) -> EventPage:
+        """List past events, newest first, before a position; renewals of leases are left out.
+
+        A page that is not full and has a next position is incomplete: few of the events that were read belong to these
+        topics and namespaces.
+        """
+        return await self.overview.list_events(topics=topics, namespaces=namespaces, before=before, limit=limit)
 
 
 def _outcome(row: Execution, result: Result | None) -> ExecutionOutcome:

@@ -12,10 +12,8 @@ from flowfabric import ids
 from flowfabric.engine.operations.pages import ExecutionListPage, IdMatches
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.validation import execution as validate
-from flowfabric.engine.validation.execution_filter import validate_filter
 from flowfabric.model.execution import Execution
 from flowfabric.model.execution_filter import ExecutionFilter
-from flowfabric.model.states import PublicState
 from flowfabric.rules import validation
 from flowfabric.rules.execution import tags as tag_rules
 from flowfabric.rules.execution import views
@@ -27,47 +25,14 @@ MAX_CHILDREN = 1000
 SEARCH_BUDGET = 2000  # rows that one call reads; about 50 ms on a slow machine with a million rows
 
 
-class SearchOperations:
+class ExecutionSearch:
     """Operations that list executions."""
 
-    runtime: Runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
 
-    async def search_executions(
-        self,
-        *,
-        namespace: str | None = None,
-        namespaces: Sequence[str] | None = None,
-        kind: str | None = None,
-        public_state: PublicState | str | Sequence[PublicState | str] | None = None,
-        lane_id: str | None = None,
-        tag: tuple[str, str] | None = None,
-        flow_id: str | None = None,
-        parent_id: str | None = None,
-        worker_instance_id: str | None = None,
-        error: str | None = None,
-        created_from: int | None = None,
-        created_before: int | None = None,
-        cursor: str | None = None,
-        limit: int = 50,
-    ) -> ExecutionListPage:
-        """List executions of all partitions that match every filter, newest first, after the cursor.
-
-        A page that is not full and has a cursor is incomplete: what matches is rarer than one call reads.
-        """
-        wanted = validate_filter(
-            namespace=namespace,
-            namespaces=namespaces,
-            kind=kind,
-            public_state=public_state,
-            lane_id=lane_id,
-            tag=tag,
-            flow_id=flow_id,
-            parent_id=parent_id,
-            worker_instance_id=worker_instance_id,
-            error=error,
-            created_from=created_from,
-            created_before=created_before,
-        )
+    async def search(self, wanted: ExecutionFilter, cursor: str | None, limit: int) -> ExecutionListPage:
+        """List executions of all partitions that match a filter, newest first, after the cursor."""
         after = None if cursor is None else parse_search_cursor(cursor)
         size = min(validation.integer("limit", limit, least=0), MAX_PAGE)
         if not size:
@@ -109,11 +74,7 @@ class SearchOperations:
     async def find_executions(
         self, prefix: str, *, namespaces: Sequence[str] | None = None, limit: int = 10
     ) -> IdMatches:
-        """Find executions by a prefix of their id, in some namespaces or in all.
-
-        The partition may be omitted: 86:019a9f3c and 019a9f3c match {fp:86}:019a9f3c. Each partition is one range scan
-        of the id index.
-        """
+        """Find executions by a prefix of their id, in some namespaces or in all."""
         size = validation.integer("limit", limit, least=1, most=MAX_MATCHES)
         prefixes = tuple(ids.id_prefixes(validation.text("prefix", prefix), self.runtime.partitions))
         where: tuple[Where, ...] = (Where("execution_id", "starts", prefixes),)

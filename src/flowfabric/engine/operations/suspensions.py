@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from flowfabric import errors, ids
+from flowfabric.engine.durable.approvals import ApprovalInbox, ApprovalPage
 from flowfabric.engine.operations.pages import SuspendedEntry, SuspendedPage, WaitpointPage
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.pending_rows import RootQueues
@@ -85,6 +86,7 @@ class ConditionAlreadySatisfied(msgspec.Struct, frozen=True):
 class SuspensionOperations:
     """Operations on suspensions, waitpoints and signals."""
 
+    approval_inbox: ApprovalInbox
     runtime: Runtime
     signing_keys: SigningKeys
     root_queues: RootQueues
@@ -466,6 +468,23 @@ class SuspensionOperations:
         where = (*scan.where, Where("execution_id", ">", cursor))
         following = await self.runtime.scan(msgspec.structs.replace(scan, where=where, limit=1))
         return (following[0].due_at, cursor) if following else None
+
+    async def list_approvals(
+        self,
+        *,
+        execution_id: str | None = None,
+        namespace: str | None = None,
+        namespaces: Sequence[str] | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> ApprovalPage:
+        """List what executions, or this one, ask people, the first to time out first, after the cursor.
+
+        `limit` is the number of executions that are read; some of them may have ended, and ask nobody.
+        """
+        return await self.approval_inbox.list_approvals(
+            execution_id=execution_id, namespace=namespace, namespaces=namespaces, cursor=cursor, limit=limit
+        )
 
 
 def _validate_suspend(args: SuspendArgs) -> SuspendArgs:

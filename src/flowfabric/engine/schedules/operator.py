@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from flowfabric.engine.schedules.scheduler import Scheduler
 from flowfabric.engine.validation import execution as validate
 from flowfabric.engine.validation.execution_filter import validate_namespaces
 from flowfabric.engine.validation.schedule import validate_schedule_name, validate_scheduled_run, validate_spec
-from flowfabric.model.answers import execution as answers
+from flowfabric.model.answers.execution import Created, Duplicate
 from flowfabric.model.execution import Execution
 from flowfabric.model.scheduling.schedule import Overlap, RunTemplate, Schedule, ScheduleSpec
 from flowfabric.model.view import view_of
@@ -40,29 +40,20 @@ class SchedulePage(msgspec.Struct, frozen=True):
     next_cursor: str | None = None
 
 
-class ScheduleOperations:
+class ScheduleOperator:
     """Operations of people and applications on schedules."""
 
-    runtime: Runtime
-    scheduler: Scheduler
-    schedule_ids: dict[tuple[str, str], str]  # by namespace and name; checked when they are used
+    def __init__(self, runtime: Runtime, scheduler: Scheduler) -> None:
+        self.runtime = runtime
+        self.scheduler = scheduler
+        self._known: dict[tuple[str, str], str] = {}  # ids by namespace and name; checked when they are used
 
     async def put_schedule(
-        self,
-        name: str,
-        spec: ScheduleSpec,
-        run: CreateExecution,
-        *,
-        owner: str | None = None,
-        only_new: bool = False,
+        self, name: str, spec: ScheduleSpec, run: CreateExecution, *, owner: str | None, only_new: bool
     ) -> PutOutcome:
-        """Put a schedule in place, whose runs are like `run`; the same definition again changes nothing.
-
-        An id, a key, a delay and a deadline of `run` have no meaning here. `owner` is the application that declares the
-        schedule in its code. `only_new` refuses to change one that exists with another definition.
-        """
+        """Put a schedule in place; the same definition again changes nothing."""
         label, checked = validate_schedule_name(name), validate_scheduled_run(run)
-        known = await self._keep_one_schedule(checked.namespace, label)
+        known = await self._keep_one(checked.namespace, label)
         lane = ids.LaneId(checked.lane_id)
         request = ScheduleRequest(
             schedule_id=known or schedule_id(checked.namespace, label, lane, self.runtime.partitions),
@@ -81,17 +72,12 @@ class ScheduleOperations:
                 lambda row, runs, now: define.put(row, runs, request, now, defaults=defaults_of(self.runtime)),
                 lambda row, now: due_instants(row, now, early=True).instants,
             )
-        if outcome == "created" and await self._keep_one_schedule(checked.namespace, label) != request.schedule_id:
+        if outcome == "created" and await self._keep_one(checked.namespace, label) != request.schedule_id:
             return await self.put_schedule(name, spec, run, owner=owner, only_new=only_new)
         return outcome
 
     async def list_schedules(
-        self,
-        *,
-        namespace: str | None = None,
-        namespaces: Sequence[str] | None = None,
-        cursor: str | None = None,
-        limit: int = 100,
+        self, *, namespace: str | None, namespaces: Sequence[str] | None, cursor: str | None, limit: int
     ) -> SchedulePage:
         """List schedules by name, after the cursor."""
         size = validation.integer("limit", limit, least=1, most=MAX_PAGE)
@@ -105,9 +91,9 @@ class ScheduleOperations:
             None if last is None else msgspec.json.encode([getattr(last, name) for name in ORDER]).decode(),
         )
 
-    async def describe_schedule(self, name: str, *, namespace: str = "default") -> ScheduleDescription:
-        """Return a schedule with its last ten runs and its next ten instants."""
-        row = await load_one(self.runtime, Schedule, await self._schedule_id(name, namespace))
+    async def describe_schedule(self, name: str, namespace: str) -> ScheduleDescription:
+        """Return a schedule with its newest runs and its next instants."""
+        row = await load_one(self.runtime, Schedule, await self._id(name, namespace))
         if row is None:
             raise errors.NotFound("schedule")
         runs: list[Execution] = await self.runtime.scan(
@@ -121,24 +107,22 @@ class ScheduleOperations:
         )
         return views.description(row, runs, self.runtime.estimate.now())
 
-    async def pause_schedule(self, name: str, *, note: str = "", namespace: str = "default") -> bool:
-        """Pause a schedule until it is resumed, also through deploys; False if nothing changes."""
+    async def pause_schedule(self, name: str, note: str, namespace: str) -> bool:
+        """Pause a schedule; False if it was paused with this note already."""
         why = validation.text("note", note, limit=MAX_NOTE_BYTES)
-        key = await self._schedule_id(name, namespace)
+        key = await self._id(name, namespace)
         return await self.scheduler.decide(key, lambda row, runs, now: define.pause(row, why))
 
-    async def resume_schedule(self, name: str, *, namespace: str = "default") -> bool:
-        """Resume a schedule with its next instant; False if it is not paused."""
-        key = await self._schedule_id(name, namespace)
+    async def resume_schedule(self, name: str, namespace: str) -> bool:
+        """Resume a schedule; False if it was not paused."""
+        key = await self._id(name, namespace)
         return await self.scheduler.decide(
             key, lambda row, runs, now: define.resume(row, runs, now, defaults=defaults_of(self.runtime))
         )
 
-    async def trigger_schedule(
-        self, name: str, *, trigger_id: str | None = None, namespace: str = "default"
-    ) -> answers.Created | answers.Duplicate:
-        """Create a run of a schedule now; the same `trigger_id` again changes nothing."""
-        key = await self._schedule_id(name, namespace)
+    async def trigger_schedule(self, name: str, trigger_id: str | None, namespace: str) -> Created | Duplicate:
+        """Create a run now. The same `trigger_id` again changes nothing."""
+        key = await self._id(name, namespace)
         trigger = (
             self.runtime.minter.ordered_uuid() if trigger_id is None else validate.parse_uuid("trigger_id", trigger_id)
         )
@@ -150,12 +134,12 @@ class ScheduleOperations:
         )
 
     async def backfill_schedule(
-        self, name: str, start: int, end: int, *, overlap: Overlap | str = Overlap.QUEUE, namespace: str = "default"
+        self, name: str, start: int, end: int, overlap: Overlap | str, namespace: str
     ) -> Backfilled:
         """Create the runs of instants from `start` to before `end`; an instant that has its run is skipped."""
         first, last = validation.instant_ms("start", start), validation.instant_ms("end", end)
         how = validation.choice(Overlap, "overlap", overlap)
-        key = await self._schedule_id(name, namespace)
+        key = await self._id(name, namespace)
         row = await load_one(self.runtime, Schedule, key)
         if row is None:
             raise errors.NotFound("schedule")
@@ -174,23 +158,17 @@ class ScheduleOperations:
             total = Backfilled(*(was + more for was, more in zip(_counts(total), _counts(done), strict=True)))
         return total
 
-    async def delete_schedule(self, name: str, *, namespace: str = "default") -> bool:
+    async def delete_schedule(self, name: str, namespace: str) -> bool:
         """Delete a schedule; its runs continue. False if there is none."""
         label, owner = validate_schedule_name(name), validation.name("namespace", namespace)
-        key = await self._find_schedule(owner, label)
+        key = await self._find(owner, label)
         if key is None:
             return False
-        self.schedule_ids.pop((owner, label), None)
+        self._known.pop((owner, label), None)
         return await self.scheduler.decide(key, lambda row, runs, now: define.delete(row))
 
     async def retire_schedules(
-        self,
-        owner: str,
-        *,
-        keep: Sequence[str],
-        note: str = "",
-        remove: bool = False,
-        namespace: str = "default",
+        self, owner: str, keep: Iterable[str], note: str, remove: bool, namespace: str
     ) -> list[str]:
         """Pause the schedules that an application no longer declares, or remove them; return their names."""
         app = validation.name("owner", owner)
@@ -202,49 +180,49 @@ class ScheduleOperations:
         while True:
             rows: list[Schedule] = await self.runtime.scan(Scan(Schedule, where, ORDER, after, MAX_PAGE))
             gone = [row for row in rows if row.owner == app and row.name not in kept]
-            retired += [row.name for row in gone if await self._retire_schedule(row, app, why, remove)]
+            retired += [row.name for row in gone if await self._retire(row, app, why, remove)]
             if len(rows) < MAX_PAGE:
                 return retired
             after = tuple(getattr(rows[-1], name) for name in ORDER)
 
-    async def _retire_schedule(self, row: Schedule, owner: str, note: str, remove: bool) -> bool:
+    async def _retire(self, row: Schedule, owner: str, note: str, remove: bool) -> bool:
         return await self.scheduler.decide(
             row.schedule_id, lambda row, runs, now: define.retire(row, owner, note, remove=remove)
         )
 
-    async def _schedule_id(self, name: object, namespace: object) -> str:
-        key = await self._find_schedule(validation.name("namespace", namespace), validate_schedule_name(name))
+    async def _id(self, name: object, namespace: object) -> str:
+        key = await self._find(validation.name("namespace", namespace), validate_schedule_name(name))
         if key is None:
             raise errors.NotFound("schedule", f"{name} in namespace {namespace}")
         return key
 
-    async def _find_schedule(self, namespace: str, name: str) -> str | None:
+    async def _find(self, namespace: str, name: str) -> str | None:
         """Return the id of a schedule; its partition is that of the lane that it was created for."""
-        if (known := self.schedule_ids.get((namespace, name))) is not None:
+        if (known := self._known.get((namespace, name))) is not None:
             if await load_one(self.runtime, Schedule, known) is not None:
                 return known
-            del self.schedule_ids[namespace, name]
-        rows = await self._schedules_named(namespace, name)
+            del self._known[namespace, name]
+        rows = await self._named(namespace, name)
         if not rows:
             return None
-        self.schedule_ids[namespace, name] = rows[0].schedule_id
+        self._known[namespace, name] = rows[0].schedule_id
         return rows[0].schedule_id
 
-    async def _keep_one_schedule(self, namespace: str, name: str) -> str | None:
+    async def _keep_one(self, namespace: str, name: str) -> str | None:
         """Return the id of a schedule, and delete others of its name.
 
         Two processes that create one at the same moment, for tasks of different lanes, insert two rows on two
         partitions. Each scans after its insert, so the last scan finds both.
         """
-        rows = await self._schedules_named(namespace, name)
+        rows = await self._named(namespace, name)
         for row in rows[1:]:
             await self.scheduler.decide(row.schedule_id, lambda row, runs, now: define.delete(row))
         if not rows:
             return None
-        self.schedule_ids[namespace, name] = rows[0].schedule_id
+        self._known[namespace, name] = rows[0].schedule_id
         return rows[0].schedule_id
 
-    async def _schedules_named(self, namespace: str, name: str) -> list[Schedule]:
+    async def _named(self, namespace: str, name: str) -> list[Schedule]:
         """Return the schedules of this name: the one that counts comes first."""
         where = (Where("namespace", "=", namespace), Where("name", "=", name))
         rows: list[Schedule] = await self.runtime.scan(Scan(Schedule, where, ORDER, limit=MAX_PAGE))
