@@ -14,7 +14,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine_protocol import EngineAPI
 from flowfabric.sdk.engine_provider import CrossLoopEngine
 
-OPERATIONS = sorted(name for name, value in vars(EngineAPI).items() if inspect.isfunction(value) and name[0] != "_")
+OPERATIONS = sorted(name for name, _ in inspect.getmembers(EngineAPI, inspect.isfunction) if name[0] != "_")
 ATTRIBUTES = sorted(name for name, value in vars(EngineAPI).items() if isinstance(value, property))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -73,9 +73,7 @@ class Batcher(Generic[Item, Result]):
         self._queue.append((item, self._weight(item), result))
         if self._running < self._concurrency:
             self._running += 1
-            task = start_task(self._run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            start_background(self._run(), self._tasks)
         return result
 
     async def drain(self) -> None:

@@ -92,6 +92,13 @@ def start_task(
     return asyncio.Task(coroutine, loop=asyncio.get_running_loop(), name=name, context=context)
 
 
+def start_background(coroutine: Coroutine[Any, Any, T], running: set[asyncio.Task[T]]) -> None:
+    """Start a task that nobody awaits here; `running` contains it until it is done."""
+    task = start_task(coroutine)
+    running.add(task)
+    task.add_done_callback(running.discard)
+
+
 class IteratorExhausted(Exception):
     """An async iterator has no more items; a future cannot raise `StopAsyncIteration`."""
 

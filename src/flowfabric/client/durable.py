@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from flowfabric import errors
 from flowfabric.api import durable, executions, signals
 from flowfabric.api.encoding import MAX_WAIT_MS, handle_from_text
-from flowfabric.client.base import execution_path
+from flowfabric.client.base import execution_path, fields_except
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.executions import encode_create
 from flowfabric.client.leases import ClientLeases
 from flowfabric.client.transport import may_be_repeat, quote_segment
 from flowfabric.engine.durable.facts import FactReading
 from flowfabric.engine.durable.held_runs import MAX_HELD
-from flowfabric.engine.operations.durable import OpenedGate, ParkResult, Remembered, WaitpointLink, Waits
+from flowfabric.engine.operations.durable import OpenedGate, ParkResult, Remembered, StepRecorder, WaitpointLink, Waits
 from flowfabric.engine.operations.pages import WaitpointPage
 from flowfabric.engine.operations.suspensions import DEFAULT_PAGE, MAX_PAGE
 from flowfabric.engine.types import (
@@ -44,6 +42,7 @@ from flowfabric.engine.types import (
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.gate import Fact, GateMemo, MailboxMessage, Reply, StepMemo, StepState
+from flowfabric.model.view import view_of
 
 LEASE_LOST_KINDS = frozenset({"stale_lease", "lease_expired", "lease_revoked", "execution_not_active"})
 
@@ -51,32 +50,10 @@ LEASE_LOST_KINDS = frozenset({"stale_lease", "lease_expired", "lease_revoked", "
 class ClientDurable(ClientLeases):
     """Operations of durable functions."""
 
-    async def record_step(
-        self,
-        handle: Handle,
-        name: str,
-        occurrence: int,
-        result: bytes,
-        *,
-        encoding: str | None = None,
-        digest: str | None = None,
-        state: StepState = StepState.DONE,
-        number: int | None = None,
-        started_at: int | None = None,
-    ) -> StepMemo:
-        response = await self._post_as_holder(
-            "steps",
-            handle,
-            name=name,
-            occurrence=occurrence,
-            result_b64=result,
-            encoding=encoding,
-            digest=digest,
-            state=state,
-            number=number,
-            started_at=started_at,
-        )
-        return decode_as(response, StepMemo)
+    record_step = StepRecorder.record_step
+
+    async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo:
+        return decode_as(await self._post_as_holder("steps", handle, **_memo_fields(args), state=state), StepMemo)
 
     async def remembered(self, handle: Handle) -> Remembered:
         """Return what earlier attempts of the held execution left behind."""
@@ -207,19 +184,7 @@ class ClientDurable(ClientLeases):
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         path = execution_path(memo.execution_id, "gates", quote_segment(memo.gate), "votes")
         answer = await self.transport.fetch(durable.ReadVotesResponse, "GET", path)
-        return [
-            ObservedSignal(
-                signal_id=item.signal_id,
-                signal_name=item.signal_name,
-                signal_category=item.signal_category,
-                source_type=item.source_type,
-                source_identity=item.source_identity,
-                correlation_id=item.correlation_id,
-                accepted_at=item.accepted_at,
-                payload=item.payload_b64,
-            )
-            for item in answer.signals
-        ]
+        return [view_of(ObservedSignal, item, payload=item.payload_b64) for item in answer.signals]
 
     async def list_pending_waitpoints(
         self, execution_id: str, *, after: str | None = None, limit: int | None = None
@@ -228,18 +193,7 @@ class ClientDurable(ClientLeases):
         query = {"after": after, "limit": page_size}
         path = execution_path(execution_id, "pending-waitpoints")
         entries = [
-            WaitpointView(
-                waitpoint_id=item.waitpoint_id,
-                waitpoint_key=item.waitpoint_key,
-                state=item.state,
-                required_signal_names=item.required_signal_names,
-                created_at=item.created_at,
-                activated_at=item.activated_at or None,
-                expires_at=item.expires_at or None,
-                execution_id=item.execution_id,
-                token_kid=item.token_kid,
-                token_fingerprint=item.token_fingerprint,
-            )
+            view_of(WaitpointView, item, activated_at=item.activated_at or None, expires_at=item.expires_at or None)
             for item in await self.transport.fetch(list[signals.WaitpointEntry], "GET", path, query=query)
         ]
         return WaitpointPage(
@@ -261,19 +215,19 @@ class ClientDurable(ClientLeases):
     # -- messages -------------------------------------------------------------------------------------------------
 
     async def send_message(self, args: MessageArgs) -> Accepted | DuplicateDelivery:
-        body = _fields_except(args, "execution_id", "payload", "wants_reply") | {"payload_b64": args.payload}
+        body = fields_except(args, "execution_id", "payload", "wants_reply") | {"payload_b64": args.payload}
         response = await self.transport.request("POST", execution_path(args.execution_id, "messages"), body)
         return decode_variant(response.body, Accepted, DuplicateDelivery)
 
     async def ask(self, args: MessageArgs, *, max_wait_ms: int = 0) -> Reply:
         wait_ms = min(max_wait_ms, MAX_WAIT_MS)
-        body = _fields_except(args, "execution_id", "payload", "dedup_ttl_ms", "wants_reply")
+        body = fields_except(args, "execution_id", "payload", "dedup_ttl_ms", "wants_reply")
         body |= {"payload_b64": args.payload, "wait_ms": wait_ms}
         path = execution_path(args.execution_id, "asks")
         return await self.transport.fetch(Reply, "POST", path, body, wait_ms=wait_ms)
 
     async def reply(self, handle: Handle, args: ReplyArgs, memo: MemoArgs) -> Reply:
-        fields = _fields_except(args, "payload") | {"payload_b64": args.payload, "memo": _memo_fields(memo)}
+        fields = fields_except(args, "payload") | {"payload_b64": args.payload, "memo": _memo_fields(memo)}
         return decode_as(await self._post_as_holder("reply", handle, **fields), Reply)
 
     async def close_inbox(self, handle: Handle, memo: MemoArgs) -> bool:
@@ -288,7 +242,7 @@ class ClientDurable(ClientLeases):
     # -- facts ----------------------------------------------------------------------------------------------------
 
     async def set_fact(self, handle: Handle, args: FactArgs) -> Fact:
-        fields = _fields_except(args, "value") | {"value_b64": args.value}
+        fields = fields_except(args, "value") | {"value_b64": args.value}
         return decode_as(await self._post_as_holder("facts", handle, **fields), Fact)
 
     async def read_fact(self, execution_id: str, name: str, *, after: int = 0, max_wait_ms: int = 0) -> FactReading:
@@ -302,7 +256,7 @@ class ClientDurable(ClientLeases):
 
     async def deliver_signal(self, args: SignalArgs) -> Accepted | DuplicateDelivery:
         token = args.waitpoint_token
-        body = _fields_except(args, "payload", "waitpoint_token") | {
+        body = fields_except(args, "payload", "waitpoint_token") | {
             "payload_b64": args.payload,
             "waitpoint_token": token.reveal() if isinstance(token, WaitpointToken) else token,
         }
@@ -311,14 +265,10 @@ class ClientDurable(ClientLeases):
 
 
 def _memo_fields(memo: MemoArgs) -> dict[str, Any]:
-    return _fields_except(memo, "result") | {"result_b64": memo.result}
+    return fields_except(memo, "result") | {"result_b64": memo.result}
 
 
 def _new_gates(gates: tuple[GateArgs, ...]) -> list[dict[str, Any]]:
     if linked := next((gate.name for gate in gates if gate.waitpoints), None):
         raise errors.InvalidInput(f"gate {linked}: it has links; open it first")
-    return [_fields_except(gate, "condition", "waitpoints") for gate in gates]
-
-
-def _fields_except(args: msgspec.Struct, *names: str) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in args.__struct_fields__ if name not in names}
+    return [fields_except(gate, "condition", "waitpoints") for gate in gates]

@@ -1,7 +1,7 @@
 """The remote engine: fits `EngineAPI`, and each operation is a request to a server.
 
 It decides and stores nothing: rules, store and sweeps are on the server. Operations of `Engine` without a route raise
-`Unavailable`. `EngineAPI` documents the operations; here only those have a docstring that differ.
+`Unavailable`. `Engine` documents the operations; here only those have a docstring that differ.
 """
 
 from __future__ import annotations

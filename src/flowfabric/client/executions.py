@@ -10,11 +10,12 @@ import msgspec
 from flowfabric import errors, ids
 from flowfabric.api import executions
 from flowfabric.api.encoding import BULK_LIMIT, CREATE_LIMIT
-from flowfabric.client.base import execution_path
+from flowfabric.client.base import execution_path, fields_except
 from flowfabric.client.decoding import convert_variant, decode_as, decode_variant
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.lanes import ClientLanes
 from flowfabric.client.transport import quote_segment
+from flowfabric.engine.operations.create import ExecutionCreator
 from flowfabric.engine.operations.flows import NO_WAIT, FlowCancel, GraphEdge, Wait, WaitTimeout, max_wait_ms_of
 from flowfabric.engine.types import CreateExecution, Fence, KeyPolicy, MessageArgs
 from flowfabric.engine.validation import execution as validate
@@ -30,6 +31,8 @@ _ENVELOPE = 1024  # bytes that JSON adds to a body
 class ClientExecutions(ClientLanes):
     """Operations of applications on executions and flows."""
 
+    create_execution = ExecutionCreator.create_execution
+
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         self._refresh_lanes_if_old()
         body = encode_create(ask)
@@ -41,46 +44,6 @@ class ClientExecutions(ClientLanes):
         response = await self.transport.request("POST", "/v1/executions", body)
         return decode_variant(response.body, answers.Created, answers.Duplicate)
 
-    async def create_execution(
-        self,
-        *,
-        execution_id: str,
-        namespace: str = "default",
-        lane_id: str = "default",
-        execution_kind: str = "task",
-        input_payload: bytes = b"",
-        payload_encoding: str | None = None,
-        priority: int = 0,
-        creator_identity: str = "",
-        idempotency_key: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        policy: str | Mapping[str, Any] | None = None,
-        delay_until: int | None = None,
-        execution_deadline_at: int | None = None,
-        parent_id: str | None = None,
-        key_lane: str | None = None,
-    ) -> answers.Created | answers.Duplicate:
-        return await self.create(
-            CreateExecution(
-                execution_id=execution_id,
-                partition=0,
-                namespace=namespace,
-                lane_id=lane_id,
-                execution_kind=execution_kind,
-                input_payload=input_payload,
-                payload_encoding=payload_encoding,
-                priority=priority,
-                creator_identity=creator_identity,
-                idempotency_key=idempotency_key,
-                tags={} if tags is None else tags,  # type: ignore[arg-type]
-                policy=validate.policy_text(policy),
-                delay_until=delay_until,
-                execution_deadline_at=execution_deadline_at,
-                parent_id=parent_id,
-                key_lane=key_lane,
-            )
-        )
-
     async def start_by_key(
         self, ask: CreateExecution, policy: KeyPolicy, *, message: MessageArgs | None = None
     ) -> answers.Submitted:
@@ -88,14 +51,8 @@ class ClientExecutions(ClientLanes):
         self._refresh_lanes_if_old()
         body = msgspec.structs.asdict(policy) | {"execution": encode_create(ask)}
         if message is not None:
-            body["message"] = {
-                "mailbox": message.mailbox,
-                "message_id": message.message_id,
-                "payload_b64": message.payload,
-                "payload_encoding": message.payload_encoding,
-                "sender": message.sender,
-                "wants_reply": message.wants_reply,
-            }
+            own = fields_except(message, "execution_id", "payload", "idempotency_key", "dedup_ttl_ms")
+            body["message"] = own | {"payload_b64": message.payload}
         return await self.transport.fetch(answers.Submitted, "POST", _key_path(ask.idempotency_key or ""), body)
 
     async def find_by_key(
@@ -230,23 +187,8 @@ def encode_create(ask: CreateExecution) -> dict[str, Any]:
     """Encode a create request; a malformed id is refused here by name."""
     ids.parse_execution_id(ask.execution_id)
     ids.parse_lane_id(ask.lane_id)
-    fields = {
-        "execution_id": ask.execution_id,
-        "namespace": ask.namespace,
-        "lane_id": ask.lane_id,
-        "execution_kind": ask.execution_kind,
-        "input_payload_b64": ask.input_payload,
-        "payload_encoding": ask.payload_encoding,
-        "priority": ask.priority,
-        "creator_identity": ask.creator_identity,
-        "idempotency_key": ask.idempotency_key,
-        "tags": ask.tags,
-        "policy": _policy(ask.policy),
-        "delay_until": ask.delay_until,
-        "execution_deadline_at": ask.execution_deadline_at,
-        "parent_id": ask.parent_id,
-        "key_lane": ask.key_lane,
-    }
+    fields = fields_except(ask, "partition", "input_payload", "policy")
+    fields |= {"input_payload_b64": ask.input_payload, "policy": _policy(ask.policy)}
     return {name: value for name, value in fields.items() if value is not None}
 
 

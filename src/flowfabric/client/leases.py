@@ -16,7 +16,7 @@ from flowfabric.client.decoding import convert_variant, decode_as, decode_varian
 from flowfabric.client.errors import error_in_batch
 from flowfabric.client.transport import quote_segment
 from flowfabric.engine.types import Fence
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 from flowfabric.handles import Handle
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Payload
@@ -31,6 +31,7 @@ from flowfabric.model.scheduling.worker import (
     WorkerRegistered,
 )
 from flowfabric.model.states import AttemptType
+from flowfabric.model.view import view_of
 
 MAX_REMEMBERED_CLAIMS = 10  # request bodies sent under one idempotency key, any of which may have reached the server
 SHORT_RETRY_FOR_S = 1.0  # heartbeats are repeated soon anyway
@@ -163,9 +164,7 @@ class ClientLeases(ClientBase):
         for instance, (worker_id, claimed_lanes) in self._waiting_claims.items():
             if claimed_lanes.isdisjoint(lanes):
                 continue
-            task = start_task(self._end_claims(worker_id, instance))
-            self._ending_claims.add(task)
-            task.add_done_callback(self._ending_claims.discard)
+            start_background(self._end_claims(worker_id, instance), self._ending_claims)
 
     async def _end_claims(self, worker_id: str, instance: str) -> None:
         """End a waiting claim; repeat until it has returned, because the claim may reach the server later than this."""
@@ -345,23 +344,10 @@ class ClientLeases(ClientBase):
 
 
 def _claimed(work: ClaimedWork) -> answers.Claimed:
-    return answers.Claimed(
-        execution_id=work.execution_id,
-        lease_id=work.lease_id,
-        lease_epoch=work.lease_epoch,
-        attempt_index=work.attempt_index,
-        attempt_id=work.attempt_id,
+    return view_of(
+        answers.Claimed,
+        work,
         attempt_type=AttemptType(work.attempt_type),
-        lease_expires_at=work.lease_expires_at,
         handle=handle_from_text(work.handle),
-        payload=Payload(
-            execution_id=work.execution_id,
-            execution_kind=work.execution_kind,
-            creator_identity=work.creator_identity,
-            input_payload=work.input_payload_b64,
-            payload_encoding=work.payload_encoding,
-            policy=work.policy,
-        ),
-        namespace=work.namespace,
-        life=work.life,
+        payload=view_of(Payload, work, input_payload=work.input_payload_b64),
     )

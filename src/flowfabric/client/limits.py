@@ -10,6 +10,7 @@ from flowfabric.api import budgets
 from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as, decode_variant
 from flowfabric.client.transport import quote_segment
+from flowfabric.engine.operations.limits import BudgetReader
 from flowfabric.handles import Handle
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.security.owned_id import DEFAULT_NAMESPACE
@@ -103,16 +104,7 @@ class ClientLimits(ClientBase):
         query = {"namespace": namespace}
         return await self.transport.fetch(limit_answers.BudgetStatus, "GET", _budget_path(budget_id), query=query)
 
-    async def read_budget_usage_and_limits(
-        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty if undefined."""
-        try:
-            status = await self.get_budget_status(budget_id, namespace=namespace)
-        except errors.NotFound:
-            return {}, {}
-        bounds = {f"hard:{dimension}": limit for dimension, limit in status.hard_limits.items()}
-        return status.usage, bounds | {f"soft:{dimension}": limit for dimension, limit in status.soft_limits.items()}
+    read_budget_usage_and_limits = BudgetReader.read_budget_usage_and_limits
 
     async def create_quota_policy(
         self,

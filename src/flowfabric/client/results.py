@@ -19,7 +19,7 @@ from flowfabric.client.base import ClientBase, execution_path
 from flowfabric.client.decoding import decode_as
 from flowfabric.client.errors import decode_error
 from flowfabric.engine.operations.pages import ExecutionOutcome
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 from flowfabric.ids import parse_execution_id
 from flowfabric.model.states import TerminalOutcome
 
@@ -72,9 +72,7 @@ class ClientResults(ClientBase):
             work = self._poll_overflow()
         else:
             return
-        task = start_task(work)
-        self._pollers.add(task)
-        task.add_done_callback(self._pollers.discard)
+        start_background(work, self._pollers)
 
     async def _poll_until_ended(self) -> None:
         """Long-poll for executions that no other poll includes, and for those that arrive meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowfabric.errors.base import Classification, FabricError
+from flowfabric.errors.base import Classification, FabricError, Informational
 
 
 class StateError(FabricError):
@@ -30,22 +30,16 @@ class LeaseRevoked(StateError):
     lease_epoch: int | None = None
 
 
-class ExecutionNotSuspended(StateError):
+class ExecutionNotSuspended(Informational, StateError):
     """The execution is not suspended."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class AlreadySuspended(StateError):
+class AlreadySuspended(Informational, StateError):
     """The execution is already suspended."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class WaitpointClosed(StateError):
+class WaitpointClosed(Informational, StateError):
     """The waitpoint is closed and accepts no more signals."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class TargetNotSignalable(StateError):
@@ -56,32 +50,24 @@ class InboxClosed(StateError):
     """The function has closed its inbox: it has read every message and takes no more."""
 
 
-class DuplicateSignal(StateError):
+class DuplicateSignal(Informational, StateError):
     """This signal has been delivered before."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class ResumeConditionNotMet(StateError):
     """The condition that the execution waits for is not met yet."""
 
 
-class WaitpointNotPending(StateError):
+class WaitpointNotPending(Informational, StateError):
     """The waitpoint was already activated or closed."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class PendingWaitpointExpired(StateError):
+class PendingWaitpointExpired(Informational, StateError):
     """The waitpoint was not activated in time."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class WaitpointNotOpen(StateError):
+class WaitpointNotOpen(Informational, StateError):
     """The waitpoint is not open."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class ExecutionNotTerminal(StateError):
@@ -100,10 +86,8 @@ class StaleOwnerCannotAppend(StateError):
     """Only the lease holder can write to the output stream, and another worker holds the lease now."""
 
 
-class GrantAlreadyExists(StateError):
+class GrantAlreadyExists(Informational, StateError):
     """Another grant for this execution is still valid."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class ExecutionNotInFlow(StateError):
@@ -114,16 +98,12 @@ class FlowAlreadyTerminal(StateError):
     """The flow has ended and can no longer change."""
 
 
-class DepsNotSatisfied(StateError):
+class DepsNotSatisfied(Informational, StateError):
     """The execution still waits for others."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class NotBlockedByDeps(StateError):
+class NotBlockedByDeps(Informational, StateError):
     """The execution does not wait for others."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class NotRunnable(StateError):
@@ -140,26 +120,20 @@ class BudgetExceeded(StateError):
     classification = Classification.COOPERATIVE
 
 
-class BudgetSoftExceeded(StateError):
+class BudgetSoftExceeded(Informational, StateError):
     """A soft limit of the budget is exceeded; work may continue."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class OkAlreadyApplied(StateError):
+class OkAlreadyApplied(Informational, StateError):
     """This was applied before; nothing changed."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class AttemptNotStarted(StateError):
     """The attempt has not started yet."""
 
 
-class AttemptAlreadyTerminal(StateError):
+class AttemptAlreadyTerminal(Informational, StateError):
     """The attempt has already ended."""
-
-    classification = Classification.INFORMATIONAL
 
 
 class ExecutionNotEligibleForAttempt(StateError):
@@ -174,13 +148,9 @@ class MaxRetriesExhausted(StateError):
     """The execution has been retried as often as its policy allows."""
 
 
-class StreamAlreadyClosed(StateError):
+class StreamAlreadyClosed(Informational, StateError):
     """The output stream was closed before."""
 
-    classification = Classification.INFORMATIONAL
 
-
-class AlreadySatisfied(StateError):
+class AlreadySatisfied(Informational, StateError):
     """It is already as requested."""
-
-    classification = Classification.INFORMATIONAL

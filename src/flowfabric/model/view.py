@@ -1,4 +1,4 @@
-"""Views: structs for readers that have most of their fields in common with a row."""
+"""Views: structs with most of the fields of another one, such as what readers see of a row, or the row of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 V = TypeVar("V", bound=msgspec.Struct)
 
 
-def view_of(kind: type[V], source: msgspec.Struct, **fields: Any) -> V:
+def view_of(kind: type[V], source: msgspec.Struct, /, **fields: Any) -> V:
     """Return a view: these fields as they are given, and the others as the fields of the same name in the source."""
     shared = {name: getattr(source, name) for name in _shared_names(kind, type(source))}
     return kind(**(shared | fields))

@@ -103,18 +103,7 @@ def start(row: BulkOperation | None, ask: BulkRequest) -> Decision[str]:
         if same == (ask.verb, criteria, ask.ceiling, ask.reason, ask.priority):
             return Decision(row.operation_id)
         return refuse(errors.IdempotencyConflict("operation_id: in use for another bulk operation"))
-    made = BulkOperation(
-        operation_id=ask.operation_id,
-        verb=ask.verb,
-        criteria=criteria,
-        ceiling=ask.ceiling,
-        state=BulkState.RUNNING,
-        created_at=NOW,
-        reason=ask.reason,
-        requested_by=ask.requested_by,
-        priority=ask.priority,
-        due_at=NOW,
-    )
+    made = view_of(BulkOperation, ask, criteria=criteria, state=BulkState.RUNNING, created_at=NOW, due_at=NOW)
     guard = Guard(BulkOperation, (ask.operation_id,), None)
     return Decision(ask.operation_id, Change(guards=(guard,), writes=(Insert(made),)))
 

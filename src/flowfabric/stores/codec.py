@@ -262,9 +262,16 @@ def _check_range(name: str, value: Any) -> None:
     if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
         raise Unstorable(f"{name} needs more than 64 bits")
     if isinstance(value, str):
-        if "\0" in value:
-            raise Unstorable(f"{name} contains NUL")
+        check_text(name, value)
+
+
+def check_text(name: str, value: str) -> str:
+    """Return a text that every store can keep, or raise `Unstorable`."""
+    if "\0" in value:
+        raise Unstorable(f"{name} contains NUL")
+    if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise Unstorable(f"{name} is not valid Unicode") from error
+    return value

@@ -61,15 +61,12 @@ class TransactionView(Protocol):
 
     async def load(self, reads: Sequence[Read]) -> Loaded:
         """Load the requested rows and the store's time."""
-        ...
 
     async def commit(self, change: Change) -> Verdict:
         """Write the change if all guards hold and its values can be stored; otherwise write nothing."""
-        ...
 
     async def notify(self, topics: frozenset[str]) -> None:
         """Notify all processes about these topics when the transaction commits."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +75,6 @@ class SupportsSnapshotHolders(Protocol):
 
     async def snapshot_holders(self, limit: int) -> list[SnapshotHolder]:
         """List the holders, oldest snapshot first."""
-        ...
 
 
 @runtime_checkable
@@ -87,7 +83,6 @@ class SupportsServerReport(Protocol):
 
     async def server_report(self) -> ServerReport:
         """Ask the servers for their settings."""
-        ...
 
 
 @runtime_checkable
@@ -96,7 +91,6 @@ class SupportsCallerTransaction(Protocol):
 
     async def join_transaction(self, connection: Any) -> TransactionView:
         """Join the open transaction of this connection."""
-        ...
 
 
 class Store(Protocol):
@@ -115,23 +109,18 @@ class Store(Protocol):
 
         The homes of rows follow from the numbers of `partitions`; a store on one server does not need them.
         """
-        ...
 
     async def close(self) -> None:
         """Release all resources; a second call does nothing."""
-        ...
 
     async def ping(self) -> int:
         """Return the store's time; raise `StoreUnavailable` if the store cannot be reached."""
-        ...
 
     async def load(self, reads: Sequence[Read]) -> Loaded:
         """Load the requested rows and the store's time."""
-        ...
 
     def try_load_now(self, reads: Sequence[Read]) -> Loaded | None:
         """Load the rows synchronously if that is faster than waiting for `load`; otherwise return None."""
-        ...
 
     async def commit(self, changes: Sequence[Change], topics: frozenset[str] = frozenset()) -> list[Verdict]:
         """Commit changes; return the verdict on each.
@@ -143,7 +132,6 @@ class Store(Protocol):
         all roots whose key has a prefix while another writes one of those roots. If anything was written, other
         processes are notified about `topics`, with the commit or right after it.
         """
-        ...
 
     async def commit_and_claim(
         self, changes: Sequence[Change], topics: frozenset[str], request: ClaimRequest
@@ -153,28 +141,23 @@ class Store(Protocol):
         The claimed rows are the first ones that a separate claim would return. They may be fewer than the request could
         get, or none. A store that executes in order claims nothing here, because a following claim needs no round trip.
         """
-        ...
 
     async def claim_rows(self, request: ClaimRequest) -> ClaimedRows:
         """Claim the first rows of some queues, at most one per `LeaseIds`.
 
         They are ordered by position and execution id, within each partition. Rows with an unexpired grant are skipped.
         """
-        ...
 
     async def renew(self, leases: Sequence[LeaseRef], template: RowTemplate) -> list[int | None]:
         """Apply the template to the execution of each lease; return, per lease, its new expiry, or None if it was
         refused because the execution does not meet the template's condition.
         """
-        ...
 
     async def due(self, row: type[msgspec.Struct], column: str, *, limit: int, where: tuple[Where, ...] = ()) -> Due:
         """Return the rows that meet the conditions and whose `column` holds an instant that has passed."""
-        ...
 
     async def scan(self, scan: Scan) -> list[Any]:
         """Return the rows of a scan, in its order."""
-        ...
 
     async def search(self, search: Search) -> SearchPage:
         """Return executions of all partitions that meet the conditions, newest first.
@@ -182,65 +165,51 @@ class Store(Protocol):
         At most the search's budget of rows is read, whether they meet the conditions or not, so that no call takes
         long. The order holds across partitions.
         """
-        ...
 
     async def kinds(self, execution_ids: Sequence[str]) -> dict[str, str]:
         """Return the execution kinds from the payload rows of these executions, without reading their inputs.
 
         An execution without a payload row is left out.
         """
-        ...
 
     async def count_grouped(self, query: GroupedCount) -> dict[tuple[Any, ...], int]:
         """Count rows by the values of the `group_by` columns."""
-        ...
 
     async def queues(self, lane_id: str | None = None) -> list[QueueKey]:
         """List the queues that were ever written to, of one lane or of all lanes."""
-        ...
 
     async def nonempty_queues(self, lane_id: str) -> list[QueueKey]:
         """List the nonempty queues of a lane, in order; the cost does not depend on how many empty queues exist."""
-        ...
 
     async def executions_in_missing_queues(self, limit: int) -> list[str]:
         """List executions whose queue is missing from the store's queue table: no claim finds them."""
-        ...
 
     async def lanes(self, after: str | None, limit: int) -> list[str]:
         """List the lanes that were ever written to, ascending, strictly after `after`."""
-        ...
 
     async def feed(self, topic: Topic, after: int, limit: int) -> FeedPage:
         """Return committed events of a topic strictly after a position, in an order that never changes.
 
         Positions never restart: a store that lost its newest events gives higher positions to later ones.
         """
-        ...
 
     async def feed_end(self) -> int:
         """Return a position such that everything committed from now on lies strictly after it."""
-        ...
 
     async def trim_feed(self, before: int, limit: int) -> int:
         """Delete about `limit` of the oldest events emitted before an instant; return the number of deleted events."""
-        ...
 
     async def history(self, execution_id: str, topic: Topic, limit: int, without: str = "") -> list[FeedEvent]:
         """Return the newest events of an execution, oldest first, except those that the topic names `without`.
 
         Their positions in the feed may be missing (0).
         """
-        ...
 
     def notify(self, topics: frozenset[str]) -> None:
         """Notify other processes about these topics. A lost notification delays them by at most a poll interval."""
-        ...
 
     def limit_commands(self, command_s: float) -> None:
         """Bound the duration of each further statement. A store without a server ignores this."""
-        ...
 
     def on_notify(self, callback: Callable[[frozenset[str]], None]) -> None:
         """Call back on the event loop when another process may have changed something."""
-        ...

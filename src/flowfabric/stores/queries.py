@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -58,6 +59,28 @@ class Where(msgspec.Struct, frozen=True, gc=False):
     column: str
     op: Op
     value: Any = None
+
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "starts": str.startswith,
+    "contains": operator.contains,
+}
+
+
+def meets(value: Any, condition: Where, encode: Callable[[Any], Any]) -> bool:
+    """True if a stored value meets a condition; `encode` returns what is stored of the condition's values."""
+    if condition.op in ("set", "unset"):
+        return (value is None) == (condition.op == "unset")
+    if value is None or condition.value is None:
+        return False
+    if condition.op == "in":
+        return value in [encode(choice) for choice in condition.value]
+    return _COMPARE[condition.op](value, encode(condition.value))
 
 
 def prefix_upper_bound(prefix: str) -> str | None:

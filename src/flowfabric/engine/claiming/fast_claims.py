@@ -15,7 +15,7 @@ from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.wakeups import FEED_TOPIC
 from flowfabric.engine.validation.execution import ClaimOrder
-from flowfabric.handles import Handle, HandleFields, HandleKind
+from flowfabric.handles import Handle, HandleKind
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.states import AttemptType
@@ -162,16 +162,7 @@ class FastClaims:
             kind = HandleKind.RESUMED
         elif row.attempt_type is _RECLAIM:
             kind = HandleKind.RECLAIMED
-        fields = HandleFields(
-            row.execution_id,  # type: ignore[arg-type]
-            row.attempt_index or 0,
-            row.attempt_id,  # type: ignore[arg-type]
-            row.lease_id,  # type: ignore[arg-type]
-            row.lease_epoch,
-            lease_ttl_ms,
-            row.current_lane or row.lane_id,  # type: ignore[arg-type]
-            row.worker_instance_id,  # type: ignore[arg-type]
-        )
+        fields = lease.handle_fields(row, lease_ttl_ms)
         return answers.Claimed(
             row.execution_id,
             fields.lease_id,

@@ -21,6 +21,7 @@ from flowfabric.model.answers import execution as answers
 from flowfabric.model.execution import Execution, Payload, QueueKey
 from flowfabric.model.states import AttemptType, BlockingReason
 from flowfabric.model.text import pluralize
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision
 from flowfabric.rules.execution import operator, reclaim
 from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
@@ -125,39 +126,13 @@ class GuardedClaims:
             logger.warning(
                 "%s has been reclaimed %s: its workers keep losing it", acquired.execution_id, pluralize(count, "time")
             )
-        fields = HandleFields(
-            acquired.execution_id,  # type: ignore[arg-type]
-            acquired.attempt_index,
-            acquired.attempt_id,  # type: ignore[arg-type]
-            acquired.lease_id,  # type: ignore[arg-type]
-            acquired.lease_epoch,
-            acquired.lease_ttl_ms,
-            acquired.current_lane,  # type: ignore[arg-type]
-            acquired.worker_instance_id,  # type: ignore[arg-type]
-        )
-        return answers.Claimed(
-            acquired.execution_id,
-            acquired.lease_id,
-            acquired.lease_epoch,
-            acquired.attempt_index,
-            acquired.attempt_id,
-            acquired.attempt_type,
-            acquired.lease_expires_at,
-            Handle.mint(self.runtime.store.tag, kind, fields),
-            payload,
-            namespace,
-            acquired.life,
-        )
+        fields = view_of(HandleFields, acquired, lane_id=acquired.current_lane)
+        handle = Handle.mint(self.runtime.store.tag, kind, fields)
+        return view_of(answers.Claimed, acquired, handle=handle, payload=payload, namespace=namespace)
 
     def _holder(self, order: ClaimOrder) -> LeaseHolder:
-        return LeaseHolder(
-            order.worker_id,
-            order.worker_instance_id,
-            order.lane_id,
-            self.runtime.minter.uuid(),
-            self.runtime.minter.uuid(),
-            order.lease_ttl_ms,
-        )
+        mint = self.runtime.minter.uuid
+        return view_of(LeaseHolder, order, lease_id=mint(), attempt_id=mint())
 
 
 async def gather_claims(*claims: Awaitable[answers.Claimed | list[answers.Claimed] | None]) -> list[answers.Claimed]:

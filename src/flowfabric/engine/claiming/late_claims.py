@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric import errors
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 from flowfabric.model.answers import execution as answers
 from flowfabric.stores.claims import ClaimRequest
 
@@ -37,9 +37,7 @@ class LateClaims:
     def watch(self, requests: Sequence[ClaimRequest], claimed: Sequence[answers.Claimed] = ()) -> None:
         """Release the executions that these requests still claim; requests that returned `claimed` were executed."""
         if pending := _without_executed(requests, claimed):
-            watch = start_task(self._run(pending))
-            self._watches.add(watch)
-            watch.add_done_callback(self._watches.discard)
+            start_background(self._run(pending), self._watches)
 
     async def close(self) -> None:
         """Stop watching."""

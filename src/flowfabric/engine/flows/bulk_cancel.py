@@ -20,7 +20,7 @@ from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.commit_queue import CommitResult
 from flowfabric.engine.runtime.read_set import One, ReadSet, load_each, load_many
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.event_loop import finish_tasks, start_task
+from flowfabric.event_loop import finish_tasks, start_background
 from flowfabric.model.answers.flow import MemberCancelResult, SiblingDrain
 from flowfabric.model.change import Change
 from flowfabric.model.execution import Execution
@@ -265,9 +265,7 @@ class BulkCanceller:
                 if failed:
                     logger.warning("the cancel of %s was left to the reconciler", pluralize(len(failed), "member"))
 
-        task = start_task(run())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        start_background(run(), self._background)
 
     async def close(self, grace_s: float = BACKGROUND_GRACE_S) -> int:
         """Wait for cancels in the background; return how many were stopped, which the reconciler finishes."""

@@ -26,7 +26,7 @@ from flowfabric.engine.flows.join_resolver import CompletedEdge, Downstream, Joi
 from flowfabric.engine.runtime.after_commit import Rows, first_row
 from flowfabric.engine.runtime.read_set import One, ReadSet, load_one
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.event_loop import finish_tasks, start_task
+from flowfabric.event_loop import finish_tasks, start_background
 from flowfabric.model.change import Change, Insert, Patch, Upsert, Write, outcome_of
 from flowfabric.model.execution import Execution, Payload, Result
 from flowfabric.model.flow import CompletionDispatch, Dependency, DependencyKind, Edge, EdgeGroup, PendingSiblingCancel
@@ -103,9 +103,7 @@ class CompletionDispatcher:
         return await finish_tasks([*self._tasks], grace_s)
 
     def _start(self, work: Callable[[], Awaitable[object]]) -> None:
-        task = start_task(self._safely(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_background(self._safely(work), self._tasks)
 
     async def _safely(self, work: Callable[[], Awaitable[object]]) -> None:
         try:

@@ -21,7 +21,7 @@ from flowfabric.engine.limits.budget_suspension import BudgetSuspender
 from flowfabric.engine.runtime.aggregate_repository import Decide
 from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 from flowfabric.model.execution import Execution
 from flowfabric.model.limits.quota import QuotaSlot
 from flowfabric.model.security.owned_id import NamespacedId, parse_namespaced_id
@@ -256,9 +256,7 @@ class Unblocker:
 
     def _on_window_open(self, policy: NamespacedId) -> None:
         del self._timers[policy]
-        task = start_task(self._recheck(policy))
-        self._rechecks.add(task)
-        task.add_done_callback(self._rechecks.discard)
+        start_background(self._recheck(policy), self._rechecks)
 
     async def _recheck(self, policy: NamespacedId) -> None:
         if not await self.unblock_quota_waiters(policy):

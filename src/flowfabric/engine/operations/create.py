@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,6 +16,7 @@ from flowfabric.engine.runtime.read_set import ReadSet
 from flowfabric.engine.runtime.runtime import Runtime
 from flowfabric.engine.runtime.unknown_outcomes import UnknownOutcome
 from flowfabric.engine.runtime.wakeups import lane_topic
+from flowfabric.engine.validation import execution as validate
 from flowfabric.model.answers import execution as answers
 from flowfabric.model.change import Insert, Upsert
 from flowfabric.model.execution import Execution, IdempotencyKey
@@ -30,6 +32,58 @@ from flowfabric.stores.port import TransactionView
 LATE_CREATE_PAUSE_S = 0.05
 
 CreateAnswer = answers.Created | answers.Duplicate
+
+
+class ExecutionCreator(Protocol):
+    """The part of an engine that creates single executions, in the store or on a server."""
+
+    async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate: ...
+
+    async def create_execution(
+        self,
+        *,
+        execution_id: str,
+        namespace: str = "default",
+        lane_id: str = "default",
+        execution_kind: str = "task",
+        input_payload: bytes = b"",
+        payload_encoding: str | None = None,
+        priority: int = 0,
+        creator_identity: str = "",
+        idempotency_key: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        policy: str | Mapping[str, Any] | None = None,
+        delay_until: int | None = None,
+        execution_deadline_at: int | None = None,
+        parent_id: str | None = None,
+        key_lane: str | None = None,
+    ) -> answers.Created | answers.Duplicate:
+        """Create an execution; return Duplicate if its id or its idempotency key exists.
+
+        Mint the id of a run with a key with that key (`new_execution_id`); `KeyElsewhere` says that the spread of the
+        lane has changed since. `key_lane` is the lane that the id was minted for, if not `lane_id`. A child is created
+        on the partition of its parent, which its completion is delivered to.
+        """
+        return await self.create(
+            CreateExecution(
+                execution_id=execution_id,
+                partition=0,
+                namespace=namespace,
+                lane_id=lane_id,
+                execution_kind=execution_kind,
+                input_payload=input_payload,
+                payload_encoding=payload_encoding,
+                priority=priority,
+                creator_identity=creator_identity,
+                idempotency_key=idempotency_key,
+                tags={} if tags is None else tags,  # type: ignore[arg-type]
+                policy=validate.policy_text(policy),
+                delay_until=delay_until,
+                execution_deadline_at=execution_deadline_at,
+                parent_id=parent_id,
+                key_lane=key_lane,
+            )
+        )
 
 
 async def create_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -99,6 +100,38 @@ class Remembered(msgspec.Struct, frozen=True):
     open: dict[str, Gate]
     memos: dict[str, GateMemo]
     progress_counts: dict[str, int] = {}  # how often each branch has reported progress
+
+
+class StepRecorder(Protocol):
+    """The part of an engine that records steps, in the store or on a server."""
+
+    async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo: ...
+
+    async def record_step(
+        self,
+        handle: Handle,
+        name: str,
+        occurrence: int,
+        result: bytes,
+        *,
+        encoding: str | None = None,
+        digest: str | None = None,
+        state: StepState = StepState.DONE,
+        number: int | None = None,
+        started_at: int | None = None,
+    ) -> StepMemo:
+        """Record the result of a step, or another state of it. If a result or failure was recorded before, it stays and
+        is the answer: see its `state`."""
+        args = MemoArgs(
+            name=name,
+            occurrence=occurrence,
+            result=result,
+            encoding=encoding,
+            digest=digest,
+            number=number,
+            started_at=started_at,
+        )
+        return await self._record_step(handle, args, state)
 
 
 class DurableOperations:
@@ -298,8 +331,7 @@ class DurableOperations:
 
     async def read_votes(self, memo: GateMemo) -> list[ObservedSignal]:
         """Return the signals that closed a gate, in the order in which they were accepted."""
-        if not isinstance(memo, GateMemo):
-            raise errors.InvalidInput("memo: not a GateMemo")
+        memo = validate.check_type("memo", memo, GateMemo)
         votes = [] if memo.votes is None else msgspec.json.decode(memo.votes, type=list[Vote])
         keys = ((memo.execution_id, vote.member, vote.seq) for vote in votes if vote.seq)
         signals = await load_each(self.runtime, Signal, keys)
@@ -341,34 +373,12 @@ class DurableOperations:
         """Return the facts of an execution by name."""
         return await self.facts.list_facts(execution_id)
 
-    async def record_step(
-        self,
-        handle: Handle,
-        name: str,
-        occurrence: int,
-        result: bytes,
-        *,
-        encoding: str | None = None,
-        digest: str | None = None,
-        state: StepState = StepState.DONE,
-        number: int | None = None,
-        started_at: int | None = None,
-    ) -> StepMemo:
-        """Record the result of a step, or another state of it. If a result or failure was recorded before, it stays and
-        is the answer: see its `state`."""
+    record_step = StepRecorder.record_step
+
+    async def _record_step(self, handle: Handle, args: MemoArgs, state: StepState) -> StepMemo:
         fields = self.runtime.handle_fields(handle)
         recorded_state = validate_suspension.validate_step_state(state)
-        memo = validate_suspension.new_memo(
-            fields,
-            recorded_state,
-            name=name,
-            occurrence=occurrence,
-            result=result,
-            encoding=encoding,
-            digest=digest,
-            number=number,
-            started_at=started_at,
-        )
+        memo = validate_suspension.step_memo(fields, args, recorded_state)
         cached = self._cached_without_failures(fields) if recorded_state is _DONE else None
 
         def reads() -> list[Read]:

@@ -10,7 +10,7 @@ import msgspec
 from flowfabric import errors
 from flowfabric.engine.durable.keyed_runs import KeyedRuns
 from flowfabric.engine.operations.bulk_create import BulkCreate
-from flowfabric.engine.operations.create import create_in_transaction, create_one
+from flowfabric.engine.operations.create import ExecutionCreator, create_in_transaction, create_one
 from flowfabric.engine.operations.leases import NO_FENCE
 from flowfabric.engine.runtime.after_commit import Rows
 from flowfabric.engine.runtime.lane_spread_cache import LaneSpreads
@@ -56,51 +56,7 @@ class ExecutionOperations:
     lane_spreads: LaneSpreads
     schedule_operator: ScheduleOperator
 
-    async def create_execution(
-        self,
-        *,
-        execution_id: str,
-        namespace: str = "default",
-        lane_id: str = "default",
-        execution_kind: str = "task",
-        input_payload: bytes = b"",
-        payload_encoding: str | None = None,
-        priority: int = 0,
-        creator_identity: str = "",
-        idempotency_key: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        policy: str | Mapping[str, Any] | None = None,
-        delay_until: int | None = None,
-        execution_deadline_at: int | None = None,
-        parent_id: str | None = None,
-        key_lane: str | None = None,
-    ) -> answers.Created | answers.Duplicate:
-        """Create an execution; return Duplicate if its id or its idempotency key exists.
-
-        Mint the id of a run with a key with that key (`new_execution_id`); `KeyElsewhere` says that the spread of the
-        lane has changed since. `key_lane` is the lane that the id was minted for, if not `lane_id`. A child is created
-        on the partition of its parent, which its completion is delivered to.
-        """
-        return await self.create(
-            CreateExecution(
-                execution_id=execution_id,
-                partition=0,
-                namespace=namespace,
-                lane_id=lane_id,
-                execution_kind=execution_kind,
-                input_payload=input_payload,
-                payload_encoding=payload_encoding,
-                priority=priority,
-                creator_identity=creator_identity,
-                idempotency_key=idempotency_key,
-                tags={} if tags is None else tags,  # type: ignore[arg-type]
-                policy=validate.policy_text(policy),
-                delay_until=delay_until,
-                execution_deadline_at=execution_deadline_at,
-                parent_id=parent_id,
-                key_lane=key_lane,
-            )
-        )
+    create_execution = ExecutionCreator.create_execution
 
     async def create(self, ask: CreateExecution) -> answers.Created | answers.Duplicate:
         """Create an execution from a request; return Duplicate if its id or its idempotency key exists."""
@@ -123,9 +79,9 @@ class ExecutionOperations:
             raise errors.InvalidInput("idempotency_key: empty")
         told = None
         if message is not None:
-            if not isinstance(message, MessageArgs):
-                raise errors.InvalidInput("message: not a MessageArgs")
-            addressed = msgspec.structs.replace(message, execution_id=accepted.execution_id)
+            addressed = msgspec.structs.replace(
+                validate.check_type("message", message, MessageArgs), execution_id=accepted.execution_id
+            )
             internal = BATCH_MAILBOX if checked.mode is KeyMode.BATCH else None
             told = validate_suspension.validate_mail(addressed, internal=internal)
         if checked.mode is KeyMode.BATCH and told is None:
@@ -215,7 +171,7 @@ class ExecutionOperations:
         worker_instance_id: str = "",
         reason: str = "operator_revoke",
     ) -> answers.Revoked | answers.NothingToDo:
-        """Revoke a lease at once."""
+        """Revoke a lease at once; the next claim on the lane takes the work over."""
         execution = validate.validate_execution_id(execution_id)
         expected = validate.uuid_unless_blank("expected_lease_id", expected_lease_id) or ""
         instance = validation.text("worker_instance_id", worker_instance_id)

@@ -474,8 +474,7 @@ def _check_partition(execution_id: str, partition: int, flow_partition: int) -> 
 
 def _check_edge(edge: object, names: Set[str]) -> GraphEdge:
     """Return the edge if both its ends are ids; those of members are already validated."""
-    if not isinstance(edge, GraphEdge):
-        raise errors.InvalidInput("edges: not a GraphEdge")
+    edge = validate.check_type("edges", edge, GraphEdge)
     for part, end in (("upstream", edge.upstream), ("downstream", edge.downstream)):
         if type(end) is not str or end not in names:
             validate.validate_member_id(part, end)

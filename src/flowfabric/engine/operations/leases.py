@@ -198,7 +198,10 @@ class LeaseOperations:
         )
 
     async def delay_for(self, handle: Handle, length_ms: int, *, reason: str = "") -> answers.Delayed:
-        """Release the execution for this long by the store's clock; 0 means that it is due at once."""
+        """Release the execution for this long by the store's clock; 0 means that it is due at once.
+
+        The same attempt continues afterwards.
+        """
         fields = self.runtime.handle_fields(handle)
         until = FromNow(validation.duration_ms("length_ms", length_ms, least=0))
         why = validation.text("reason", reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -37,6 +37,25 @@ A = TypeVar("A")
 MAX_LISTED = 1000
 SUSPEND = "suspend"  # the hard action that suspends the execution
 MAX_WINDOW_SECONDS = validation.MAX_DURATION_MS // 1000
+
+
+class BudgetReader(Protocol):
+    """The part of an engine that reads budgets, in the store or on a server."""
+
+    async def get_budget_status(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> limit_answers.BudgetStatus: ...
+
+    async def read_budget_usage_and_limits(
+        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty if undefined."""
+        try:
+            status = await self.get_budget_status(budget_id, namespace=namespace)
+        except errors.NotFound:
+            return {}, {}
+        bounds = {f"hard:{dimension}": limit for dimension, limit in status.hard_limits.items()}
+        return status.usage, bounds | {f"soft:{dimension}": limit for dimension, limit in status.soft_limits.items()}
 
 
 class LimitOperations:
@@ -394,20 +413,7 @@ class LimitOperations:
         _, states = await self.aggregates.budgets.load([budget])
         return validate.value_or_raise(budget_rules.status(states[budget]))
 
-    async def read_budget_usage_and_limits(
-        self, budget_id: str, *, namespace: str = DEFAULT_NAMESPACE
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return usage by dimension, and limits as `hard:<dimension>` and `soft:<dimension>`; empty if undefined."""
-        budget = validate_limits.build_owned_id(namespace, budget_id)
-        _, states = await self.aggregates.budgets.load([budget])
-        state = states[budget]
-        if state.root is None or not state.root.defined:
-            return {}, {}
-        rows = budget_rules.in_definition_order(state.dimensions.values())
-        declared = [row for row in rows if row.position is not None]
-        bounds = {f"hard:{row.dimension}": row.hard_limit for row in declared}
-        bounds |= {f"soft:{row.dimension}": row.soft_limit for row in declared}
-        return {row.dimension: row.usage for row in rows if row.usage is not None}, bounds
+    read_budget_usage_and_limits = BudgetReader.read_budget_usage_and_limits
 
     async def list_budgets(
         self, *, cursor: str | None = None, limit: int = 50, namespace: str = DEFAULT_NAMESPACE

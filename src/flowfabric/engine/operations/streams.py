@@ -64,7 +64,10 @@ class StreamOperations:
         correlation_id: str | None = None,
         seq: int | None = None,
     ) -> Appended:
-        """Append a frame to the attempt's output; refused without the lease. `seq` is ignored."""
+        """Append a frame to the attempt's output, in the order of the calls; refused without the lease.
+
+        `seq` is ignored.
+        """
         validated = validate_suspension.build_frame(payload, kind, frame_type, mode, best_effort, correlation_id)
         fields = self.runtime.handle_fields(handle)
         frame = FrameArgs(

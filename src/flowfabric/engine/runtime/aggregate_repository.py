@@ -41,31 +41,24 @@ class AggregateAdapter(Protocol[S]):
 
     def reads(self, key: NamespacedId) -> tuple[Read, ...]:
         """Return the reads that every decision needs; the first one is the root's."""
-        ...
 
     def further_reads(self, state: S, now: int) -> tuple[Read, ...]:
         """Return the reads that every decision on this state needs in addition."""
-        ...
 
     def display_scan(self, state: S, now: int) -> Scan | None:
         """Return the scan that a state for reading needs in addition."""
-        ...
 
     def build_state(self, key: NamespacedId, rows: Iterable[Any]) -> S:
         """Return the state that these rows hold."""
-        ...
 
     def change_between(self, before: S, after: S, change_id: int) -> Change | None:
         """Return the change with this id that turns one state into the other; None if they are equal."""
-        ...
 
     def commit_marker(self, key: NamespacedId, change_id: int) -> Read:
         """Return the read of a row that shows, after a lost reply, whether this change was written."""
-        ...
 
     def confirms(self, row: Any, change_id: int) -> bool:
         """Return whether that row shows that the change was written."""
-        ...
 
 
 class _AggregateDecision(NamedTuple, Generic[S]):

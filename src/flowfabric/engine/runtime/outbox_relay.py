@@ -14,7 +14,7 @@ import msgspec
 
 from flowfabric import errors
 from flowfabric.engine.runtime.runtime import Runtime
-from flowfabric.event_loop import start_task
+from flowfabric.event_loop import start_background
 from flowfabric.model.change import Change, Upsert
 from flowfabric.model.outbox import OutboxMessage
 from flowfabric.model.text import pluralize
@@ -43,9 +43,7 @@ class OutboxRelay:
         ]
         if not messages:
             return
-        task = start_task(self._deliver_now(messages))
-        self._deliveries.add(task)
-        task.add_done_callback(self._deliveries.discard)
+        start_background(self._deliver_now(messages), self._deliveries)
 
     async def wait_for_deliveries(self) -> None:
         """Wait until every message of this process was delivered or left to the sweep."""

@@ -40,11 +40,9 @@ class ReleaseInliner(Protocol):
 
     async def inline_release(self, change: Change, row: Execution) -> Change:
         """Return the change with the releases, loading rows if necessary."""
-        ...
 
     def try_inline_release(self, change: Change, row: Execution) -> Change | None:
         """Return the change with the releases; None if rows have to be loaded first."""
-        ...
 
 
 class Runtime(AfterCommit):

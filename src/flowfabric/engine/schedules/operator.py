@@ -18,6 +18,7 @@ from flowfabric.engine.validation.schedule import validate_schedule_name, valida
 from flowfabric.model.answers.execution import Created, Duplicate
 from flowfabric.model.execution import Execution
 from flowfabric.model.scheduling.schedule import Overlap, RunTemplate, Schedule, ScheduleSpec
+from flowfabric.model.view import view_of
 from flowfabric.rules import validation
 from flowfabric.rules.execution.create import CreateExecution
 from flowfabric.rules.schedules import define, views
@@ -229,15 +230,7 @@ class ScheduleOperator:
 
 
 def _template(run: CreateExecution) -> RunTemplate:
-    return RunTemplate(
-        lane_id=run.lane_id,
-        execution_kind=run.execution_kind,
-        payload_encoding=run.payload_encoding,
-        priority=run.priority,
-        creator_identity=run.creator_identity,
-        policy=run.policy,
-        tags=dict(run.tags),
-    )
+    return view_of(RunTemplate, run, tags=dict(run.tags))
 
 
 def _parse_cursor(cursor: object) -> tuple[str, str]:

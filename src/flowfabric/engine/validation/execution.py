@@ -53,6 +53,13 @@ def value_or_raise(value: T | errors.FabricError) -> T:
     return value
 
 
+def check_type(name: str, value: object, kind: type[T]) -> T:
+    """Return a value of this type, or raise `InvalidInput`."""
+    if not isinstance(value, kind):
+        raise errors.InvalidInput(f"{name}: not a {kind.__name__}")
+    return value
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Names
 
@@ -208,8 +215,7 @@ def validate_pairs(name: str, values: object) -> list[tuple[Any, Any]]:
 
 def validate_create(ask: object) -> CreateExecution:
     """Check a create, and add the partition, which follows from the id."""
-    if not isinstance(ask, CreateExecution):
-        raise errors.InvalidInput("ask: not a CreateExecution")
+    ask = check_type("ask", ask, CreateExecution)
     name_limit = validation.MAX_NAME_BYTES
     execution_id = validate_execution_id(ask.execution_id)
     return CreateExecution(

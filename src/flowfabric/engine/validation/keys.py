@@ -14,8 +14,7 @@ _UNTIL_STARTED = (KeyMode.DEBOUNCE, KeyMode.BATCH)
 
 def validate_key_policy(policy: object) -> KeyPolicy:
     """Check a key policy."""
-    if not isinstance(policy, KeyPolicy):
-        raise errors.InvalidInput("policy: not a KeyPolicy")
+    policy = validate.check_type("policy", policy, KeyPolicy)
     try:
         mode, until = KeyMode(policy.mode), KeyUntil(policy.until)
     except ValueError:

@@ -22,9 +22,7 @@ def validate_schedule_name(value: object) -> str:
 
 def validate_spec(spec: object) -> ScheduleSpec:
     """Return a spec that can be parsed, or raise `InvalidInput`, which names the fix."""
-    if not isinstance(spec, ScheduleSpec):
-        raise errors.InvalidInput("spec: not a ScheduleSpec")
-    return recurrence.parse_spec(spec).spec
+    return recurrence.parse_spec(validate.check_type("spec", spec, ScheduleSpec)).spec
 
 
 def validate_scheduled_run(run: object) -> CreateExecution:

@@ -52,8 +52,7 @@ def validate_waitpoint_token(value: object) -> WaitpointToken:
 
 def validate_suspend(args: object) -> SuspendArgs:
     """Check the arguments of a suspend."""
-    if not isinstance(args, SuspendArgs):
-        raise errors.InvalidInput("args: not a SuspendArgs")
+    args = validate.check_type("args", args, SuspendArgs)
     bindings = [_binding(binding) for binding in validate.validate_iterable("waitpoints", args.waitpoints)]
     if len(bindings) > MAX_WAITPOINTS:
         raise errors.InvalidInput(f"waitpoints: {len(bindings)} of them, the limit is {MAX_WAITPOINTS}")
@@ -112,8 +111,7 @@ def _member(kind: Any, name: str, value: object) -> Any:
 
 def validate_signal(args: object) -> SignalArgs:
     """Check a signal, first of all the size of its payload."""
-    if not isinstance(args, SignalArgs):
-        raise errors.InvalidInput("args: not a SignalArgs")
+    args = validate.check_type("args", args, SignalArgs)
     payload = _bounded_payload(args.payload, signals.MAX_PAYLOAD_BYTES)
     texts = {
         name: validation.text(name, getattr(args, name))
@@ -181,8 +179,7 @@ def build_frame(
 
 
 def _best_effort(value: object) -> BestEffort:
-    if not isinstance(value, BestEffort):
-        raise errors.InvalidInput("best_effort: not a BestEffort")
+    value = validate.check_type("best_effort", value, BestEffort)
     validation.integer("ttl_ms", value.ttl_ms, most=validation.MAX_DURATION_MS)
     for name in ("maxlen_floor", "maxlen_ceiling"):
         validation.integer(name, getattr(value, name))
@@ -193,8 +190,7 @@ def _best_effort(value: object) -> BestEffort:
 
 def validate_mail(args: object, *, internal: str | None = None) -> MessageArgs:
     """Check a message to an execution; names that begin with `ff.` are refused to senders, except for `internal`."""
-    if not isinstance(args, MessageArgs):
-        raise errors.InvalidInput("args: not a MessageArgs")
+    args = validate.check_type("args", args, MessageArgs)
     name = validate_name("mailbox", args.mailbox)
     if internal is not None and name != internal:
         raise errors.InvalidInput(f"mailbox: {validation.preview(name)}; the inputs of a batch go to {internal}")
@@ -215,8 +211,7 @@ def validate_mail(args: object, *, internal: str | None = None) -> MessageArgs:
 
 def validate_reply(args: object) -> ReplyArgs:
     """Check a reply to a message."""
-    if not isinstance(args, ReplyArgs):
-        raise errors.InvalidInput("args: not a ReplyArgs")
+    args = validate.check_type("args", args, ReplyArgs)
     return ReplyArgs(
         message_id=validate.parse_uuid("message_id", args.message_id),
         payload=_bounded_payload(args.payload, mailbox.MAX_PAYLOAD_BYTES),
@@ -227,8 +222,7 @@ def validate_reply(args: object) -> ReplyArgs:
 
 def validate_fact(args: object) -> FactArgs:
     """Check a set of a fact, first of all its size."""
-    if not isinstance(args, FactArgs):
-        raise errors.InvalidInput("args: not a FactArgs")
+    args = validate.check_type("args", args, FactArgs)
     name = validate_name("name", args.name)
     value = validation.payload("value", args.value)
     if len(value) > facts.MAX_FACT_BYTES:
@@ -245,8 +239,7 @@ def validate_fact(args: object) -> FactArgs:
 
 def validate_gate(args: object) -> GateArgs:
     """Check the arguments of a gate."""
-    if not isinstance(args, GateArgs):
-        raise errors.InvalidInput("args: not a GateArgs")
+    args = validate.check_type("args", args, GateArgs)
     kind = _member(GateKind, "kind", args.kind)
     children = tuple(
         validate.validate_execution_id(child) for child in validate.validate_iterable("children", args.children)
@@ -313,9 +306,8 @@ def validate_number(value: object) -> int | None:
 def validate_left(operations: object) -> tuple[LeftOperation, ...]:
     """Check operations that a function left; each is named once."""
     checked = []
-    for operation in validate.validate_iterable("operations", operations):
-        if not isinstance(operation, LeftOperation):
-            raise errors.InvalidInput("operations: not a LeftOperation")
+    for one in validate.validate_iterable("operations", operations):
+        operation = validate.check_type("operations", one, LeftOperation)
         checked.append(
             LeftOperation(
                 name=validate_name("name", operation.name),
@@ -347,52 +339,21 @@ def validate_step_name(name: object) -> str:
     return checked
 
 
-def step_memo(fields: HandleFields, args: object) -> StepMemo:
+def step_memo(fields: HandleFields, args: object, state: StepState = StepState.DONE) -> StepMemo:
     """Check something that a function records once; return the memo that the holder of this lease records."""
-    if not isinstance(args, MemoArgs):
-        raise errors.InvalidInput("memo: not a MemoArgs")
-    return new_memo(
-        fields,
-        StepState.DONE,
-        name=args.name,
-        occurrence=args.occurrence,
-        result=args.result,
-        encoding=args.encoding,
-        digest=args.digest,
-        number=args.number,
-        started_at=args.started_at,
-    )
-
-
-def new_memo(
-    fields: HandleFields,
-    state: StepState,
-    *,
-    name: object,
-    occurrence: object,
-    result: object,
-    encoding: object,
-    digest: object,
-    number: object,
-    started_at: object,
-) -> StepMemo:
-    """Check what is recorded of a step; return the memo of this state that the holder of this lease records."""
+    args = validate.check_type("memo", args, MemoArgs)
     return StepMemo(
         execution_id=fields.execution_id,
-        name=step_row_name(validate_step_name(name), state),
-        occurrence=validation.integer("occurrence", occurrence, least=0),
+        name=step_row_name(validate_step_name(args.name), state),
+        occurrence=validation.integer("occurrence", args.occurrence, least=0),
         attempt_index=fields.attempt_index,
         recorded_at=0,
-        result=validation.payload("result", result),
-        encoding=validation.optional_name("encoding", encoding),
-        digest=validation.optional_name("digest", digest),
-        number=validate_number(number),
-        started_at=None if started_at is None else validation.integer("started_at", started_at, least=0),
+        result=validation.payload("result", args.result),
+        encoding=validation.optional_name("encoding", args.encoding),
+        digest=validation.optional_name("digest", args.digest),
+        number=validate_number(args.number),
+        started_at=None if args.started_at is None else validation.integer("started_at", args.started_at, least=0),
     )
-
-
-def _waitpoint(waitpoint_id: object, key: object) -> tuple[str, str]:
-    return validate.parse_uuid("waitpoint_id", waitpoint_id), validation.text("waitpoint_key", key)
 
 
 def _pairs(waitpoints: object) -> tuple[tuple[str, str], ...]:

@@ -27,8 +27,7 @@ def validate_tasks(tasks: object) -> tuple[ServedTask, ...]:
 
 
 def _validate_task(task: object) -> ServedTask:
-    if not isinstance(task, ServedTask):
-        raise errors.InvalidInput("tasks: not a ServedTask")
+    task = validate.check_type("tasks", task, ServedTask)
     return ServedTask(
         name=validation.name("name", task.name),
         lane=validate.validate_lane_id(task.lane),

@@ -12,6 +12,7 @@ from flowfabric.model.condition import AllConditions, Condition, Count, Single
 from flowfabric.model.execution import Execution
 from flowfabric.model.gate import Gate
 from flowfabric.model.suspension import Signal, Suspension
+from flowfabric.model.view import view_of
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.durable.vote_schema import vote_schema
 from flowfabric.rules.execution import tags as tag_rules
@@ -80,11 +81,10 @@ def describe_approval(
     ]
     voted = {vote.waitpoint_id for vote in votes}
     first_key = next(iter(keys.values()))
-    return Approval(
-        execution_id=row.execution_id,
+    return view_of(
+        Approval,
+        row,
         execution_kind=kind,
-        namespace=row.namespace,
-        lane_id=row.lane_id,
         gate=name,
         name=gate_rules.approval_of_gate(name),
         opened_at=gate.opened_at,

@@ -24,6 +24,7 @@ from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase, TerminalOutcome
 from flowfabric.model.suspension import Suspension, Waitpoint
 from flowfabric.model.text import join_some
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import child_results, mailbox
 from flowfabric.rules.execution import fences
@@ -321,22 +322,8 @@ def _open_decision(
 def new_gate(args: GateArgs, now: int) -> Gate:
     """Return the gate that these arguments describe, opened now."""
     expires_at = args.expires_at if args.expires_in_ms is None else now + args.expires_in_ms
-    return Gate(
-        kind=args.kind,
-        opened_at=now,
-        expires_at=expires_at,
-        condition=None if args.condition is None else conditions.encode_condition(args.condition),
-        waitpoints=args.waitpoints,
-        mailbox=args.mailbox,
-        mailboxes=args.mailboxes,
-        children=args.children,
-        need=args.need,
-        any_outcome=args.any_outcome,
-        number=args.number,
-        task=args.task,
-        version=args.version,
-        note=args.note,
-    )
+    condition = None if args.condition is None else conditions.encode_condition(args.condition)
+    return view_of(Gate, args, opened_at=now, expires_at=expires_at, condition=condition)
 
 
 def deliver_child_completions(

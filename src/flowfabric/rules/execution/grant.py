@@ -18,6 +18,7 @@ from flowfabric.model.change import Change, Patch, seen
 from flowfabric.model.execution import Execution, Grant
 from flowfabric.model.instant import NOW
 from flowfabric.model.states import EligibilityState
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import operator, transitions
 from flowfabric.rules.execution.lease import AcquiredLease, LeaseHolder
@@ -81,19 +82,8 @@ def refuse_incapable(row: Execution, answer: Any) -> Decision[Any]:
 def grant_change(row: Execution, order: GrantRequest, kind: str, now: int, sign: GrantSigner | None) -> Change:
     """Return the change that stores a grant in the row's slot; a row blocked by route is unblocked."""
     expires_at = now + order.grant_ttl_ms
-    grant = Grant(
-        kind=kind,
-        worker_id=order.worker_id,
-        worker_instance_id=order.worker_instance_id,
-        lane_id=order.lane_id,
-        created_at=now,
-        expires_at=expires_at,
-        key_id=sign(row, order, expires_at) if sign else "",
-        capability_hash=order.capability_hash,
-        route_snapshot_json=order.route_snapshot_json,
-        admission_summary=order.admission_summary,
-        admitted=order.admitted,
-    )
+    key_id = sign(row, order, expires_at) if sign else ""
+    grant = view_of(Grant, order, kind=kind, created_at=now, expires_at=expires_at, key_id=key_id)
     fields = {
         "grant": msgspec.json.encode(grant).decode(),
         "granted_until": expires_at,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from flowfabric import errors
+from flowfabric.handles import HandleFields
 from flowfabric.model.change import (
     ColumnRef,
     Condition,
@@ -143,6 +144,20 @@ def acquire(
         row, lane_id=holder.lane_id or row.lane_id, next_type=attempt_type, next_timeout_ms=timeout_ms or None
     )
     return template_fields(CLAIM, claimed, asdict(holder))
+
+
+def handle_fields(row: Execution, lease_ttl_ms: int) -> HandleFields:
+    """Return the content of a handle of the row's current lease."""
+    return HandleFields(
+        row.execution_id,  # type: ignore[arg-type]
+        row.attempt_index or 0,
+        row.attempt_id,  # type: ignore[arg-type]
+        row.lease_id,  # type: ignore[arg-type]
+        row.lease_epoch,
+        lease_ttl_ms,
+        row.current_lane or row.lane_id,  # type: ignore[arg-type]
+        row.worker_instance_id,  # type: ignore[arg-type]
+    )
 
 
 def release(row: Execution) -> dict[str, Any]:

@@ -118,11 +118,7 @@ def add_member(
     if row.namespace != flow.namespace:
         return refuse(errors.IdInOtherNamespace(execution_id=execution_id))
     if row.flow_id is not None and row.flow_id != flow.flow_id:
-        return refuse(
-            errors.ExecutionAlreadyInFlow(
-                f"already_member_of_different_flow:{row.flow_id}", execution_id=row.execution_id
-            )
-        )
+        return refuse(already_in_flow(row))
     fields: dict[str, Any] = {}
     writes: tuple[Write, ...] = ()
     if row.flow_id is None:
@@ -149,6 +145,13 @@ def add_member(
     if fields:
         writes = (Patch(Flow, (flow.flow_id,), fields), *writes)
     return Decision(answer, Change(guards=(seen_flow(flow), seen(row)), writes=writes))
+
+
+def already_in_flow(row: Execution) -> errors.ExecutionAlreadyInFlow:
+    """Return the refusal for an execution that is a member of another flow."""
+    return errors.ExecutionAlreadyInFlow(
+        f"already_member_of_different_flow:{row.flow_id}", execution_id=row.execution_id
+    )
 
 
 class StageEdge(msgspec.Struct, frozen=True, gc=False):

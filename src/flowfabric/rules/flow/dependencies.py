@@ -35,7 +35,7 @@ from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution import delay, replay, transitions
 from flowfabric.rules.execution.fences import Fence
 from flowfabric.rules.flow import downstreams, joins
-from flowfabric.rules.flow.build import JoinPolicy, new_group, seen_group
+from flowfabric.rules.flow.build import JoinPolicy, already_in_flow, new_group, seen_group
 from flowfabric.rules.flow.successors import successor, with_successors
 from flowfabric.rules.scheduling import queue
 
@@ -68,11 +68,7 @@ def apply_dependency(
     if child.flow_id is None:
         return refuse(errors.ExecutionNotInFlow(execution_id=child.execution_id))
     if child.flow_id != request.flow_id:
-        return refuse(
-            errors.ExecutionAlreadyInFlow(
-                f"already_member_of_different_flow:{child.flow_id}", execution_id=child.execution_id
-            )
-        )
+        return refuse(already_in_flow(child))
     if existing is not None:
         return Decision(DependencyAlreadyApplied())
     if edge is None:

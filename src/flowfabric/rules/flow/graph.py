@@ -17,7 +17,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, PolicyDefaults, create_each
 from flowfabric.rules.flow import downstreams
-from flowfabric.rules.flow.build import RETENTION_CHECK_MS, JoinPolicy, StageEdge, new_edge, new_group
+from flowfabric.rules.flow.build import RETENTION_CHECK_MS, JoinPolicy, StageEdge, already_in_flow, new_edge, new_group
 from flowfabric.rules.flow.successors import Successor, encode_successors, successor
 from flowfabric.rules.scheduling import queue
 
@@ -129,8 +129,7 @@ def create_graph(
         if other.namespace != namespaces.get(other.execution_id, request.namespace):
             return refuse(errors.IdInOtherNamespace(execution_id=other.execution_id))
         if other.flow_id is not None:
-            detail = f"already_member_of_different_flow:{other.flow_id}"
-            return refuse(errors.ExecutionAlreadyInFlow(detail, execution_id=other.execution_id))
+            return refuse(already_in_flow(other))
         return refuse(errors.InvalidInput(f"nodes: {other.execution_id} exists already"))
     inbound: dict[str, list[StageEdge]] = defaultdict(list)
     outbound: dict[str, list[StageEdge]] = defaultdict(list)

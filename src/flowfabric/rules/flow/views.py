@@ -256,15 +256,12 @@ def flow_graph(
             if edge.upstream_execution_id in place and edge.downstream_execution_id in place
         ],
         joins=[
-            GraphJoin(
-                place[group.downstream_execution_id],
-                group.policy_variant,
-                _needed(group),
-                group.staged,
-                group.succeeded,
-                group.failed,
-                group.skipped,
-                group.group_state,
+            view_of(
+                GraphJoin,
+                group,
+                node=place[group.downstream_execution_id],
+                policy=group.policy_variant,
+                need=_needed(group),
             )
             for group in groups
             if group.staged and group.downstream_execution_id in place

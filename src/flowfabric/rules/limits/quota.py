@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, astuple, replace
 
 from flowfabric import errors
 from flowfabric.model.answers import limits as limit_answers
@@ -123,15 +123,7 @@ def define_policy(
     """Define a policy once."""
     if state.root is not None and state.root.defined:
         return limit_answers.QuotaPolicyExists(state.quota_policy_id), state
-    root = replace(
-        state.root_or_new(),
-        defined=True,
-        requests_per_window_seconds=limits.requests_per_window_seconds,
-        max_requests_per_window=limits.max_requests_per_window,
-        active_concurrency_cap=limits.active_concurrency_cap,
-        jitter_ms=limits.jitter_ms,
-        created_at=now,
-    )
+    root = replace(state.root_or_new(), defined=True, created_at=now, **asdict(limits))
     return limit_answers.QuotaPolicyCreated(state.quota_policy_id), replace(state, root=root)
 
 
@@ -139,15 +131,10 @@ def limits_of(root: QuotaPolicy | None) -> limit_answers.QuotaLimits | errors.Fa
     """Return the stored limits; None for a policy that was not defined."""
     if root is None or not root.defined:
         return None
-    numbers = (
-        root.requests_per_window_seconds,
-        root.max_requests_per_window,
-        root.active_concurrency_cap,
-        root.jitter_ms,
-    )
-    if min(numbers) < 0:
+    limits = view_of(limit_answers.QuotaLimits, root)
+    if min(astuple(limits)) < 0:
         return errors.Corruption(f"quota_policy {root.quota_policy_id}: a negative limit")
-    return limit_answers.QuotaLimits(*numbers)
+    return limits
 
 
 def admit(state: QuotaState, request: AdmissionRequest, now: int) -> QuotaDecision[limit_answers.AdmissionResult]:

@@ -20,6 +20,7 @@ from flowfabric.model.execution import Execution
 from flowfabric.model.instant import NOW
 from flowfabric.model.scheduling.schedule import Overlap, RunTemplate, Schedule
 from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.view import view_of
 from flowfabric.rules.execution import cancel
 from flowfabric.rules.execution.create import NO_DEFAULTS, CreateExecution, PolicyDefaults, create
 from flowfabric.rules.schedules.identity import run_id
@@ -141,17 +142,13 @@ def run_request(schedule: Schedule, template: RunTemplate, name: str, instant: i
         document = msgspec.json.decode(policy) if policy else {}
         if isinstance(document, dict):
             policy = msgspec.json.encode(document | {SCHEDULE_KEY: {"name": schedule.name, "at": instant}}).decode()
-    return CreateExecution(
+    return view_of(
+        CreateExecution,
+        template,
         execution_id=name,
         partition=partition_of(ExecutionId(name)),
         namespace=schedule.namespace,
-        lane_id=template.lane_id,
-        execution_kind=template.execution_kind,
         input_payload=schedule.input_payload or b"",
-        payload_encoding=template.payload_encoding,
-        priority=template.priority,
-        creator_identity=template.creator_identity,
-        tags=template.tags,
         policy=policy,
         parent_id=schedule.schedule_id,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flowfabric.model import obstacles
 from flowfabric.model.answers import limits as limit_answers
 from flowfabric.model.execution import MISSING_QUEUE, Execution
+from flowfabric.model.limits.budget import BudgetDimension
 from flowfabric.model.scheduling.worker import RegisteredWorker
 from flowfabric.model.states import BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
 from flowfabric.model.suspension import Suspension
@@ -102,17 +103,7 @@ def may_show_budget(row: Execution, need: budget_rules.BudgetNeed) -> bool:
 
 def explain_budget_need(state: BudgetState, need: budget_rules.BudgetNeed) -> obstacles.BudgetExhausted:
     """Return the budget that an execution is suspended on as an obstacle."""
-    row = state.dimension(need.dimension)
-    return obstacles.BudgetExhausted(
-        need.budget_id,
-        need.dimension,
-        row.usage or 0,
-        row.reserved,
-        row.hard_limit,
-        state.root_or_new().next_reset_at,
-        need.amount,
-        state.root_or_new().scope_id,
-    )
+    return _exhausted(state, state.dimension(need.dimension), need.amount)
 
 
 def explain_budgets(states: Sequence[BudgetState]) -> obstacles.BudgetExhausted | None:
@@ -120,17 +111,22 @@ def explain_budgets(states: Sequence[BudgetState]) -> obstacles.BudgetExhausted 
     for state in states:
         full = budget_rules.first_exhausted(state.dimensions.values())
         if full is not None:
-            root = state.root_or_new()
-            return obstacles.BudgetExhausted(
-                state.budget_id,
-                full.dimension,
-                full.usage or 0,
-                full.reserved,
-                full.hard_limit,
-                root.next_reset_at,
-                name=root.scope_id,
-            )
+            return _exhausted(state, full)
     return None
+
+
+def _exhausted(state: BudgetState, row: BudgetDimension, needed: int = 0) -> obstacles.BudgetExhausted:
+    root = state.root_or_new()
+    return obstacles.BudgetExhausted(
+        state.budget_id,
+        row.dimension,
+        row.usage or 0,
+        row.reserved,
+        row.hard_limit,
+        root.next_reset_at,
+        needed,
+        root.scope_id,
+    )
 
 
 def explain_quotas(row: Execution, states: Sequence[QuotaState], now: int) -> obstacles.QuotaFull | None:

@@ -60,14 +60,12 @@ def register(
     if row is not None and live and row.worker_id != request.worker_id:
         return refuse(errors.InvalidInput("instance_id reassigned", worker_instance_id=row.worker_instance_id))
     lapses_at = now + request.liveness_ttl_ms
-    record = RegisteredWorker(
-        namespace=request.namespace,
-        worker_instance_id=request.worker_instance_id,
+    record = view_of(
+        RegisteredWorker,
+        request,
         partition=fnv1a_64(request.worker_instance_id.encode()) % PARTITIONS,
-        worker_id=request.worker_id,
         lanes=msgspec.json.encode(sorted(request.lanes)).decode(),
         capabilities=",".join(sorted(request.capabilities)),
-        liveness_ttl_ms=request.liveness_ttl_ms,
         registered_at_ms=row.registered_at_ms if row is not None and live else now,
         last_heartbeat_ms=now,
         lapses_at=lapses_at,

@@ -15,6 +15,7 @@ from flowfabric.model.instant import NOW, Draft, FromNow
 from flowfabric.model.security.signing_key import SigningKey
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.suspension import IdempotencyRecord, Signal, Suspension, Waitpoint, WaitpointState
+from flowfabric.model.view import view_of
 from flowfabric.rules.decision import Decision, refuse
 from flowfabric.rules.durable import gates as gate_rules
 from flowfabric.rules.durable import vote_schema
@@ -268,22 +269,15 @@ def _delay_ms(suspension: Suspension, args: SignalArgs) -> int:
 
 
 def _signal_row(args: SignalArgs, seq: int, effect: str) -> Signal[Draft]:
-    return Signal(
-        execution_id=args.execution_id,
-        waitpoint_id=args.waitpoint_id,
+    return view_of(
+        Signal,
+        args,
         seq=seq,
-        signal_id=args.signal_id,
-        signal_name=args.signal_name,
-        signal_category=args.signal_category,
-        source_type=args.source_type,
-        source_identity=args.source_identity,
-        target_scope=args.target_scope,
         created_at=NOW if args.created_at is None else args.created_at,
         accepted_at=NOW,
         observed_effect=effect,
         correlation_id=args.correlation_id or None,
         idempotency_key=args.idempotency_key or None,
-        payload_encoding=args.payload_encoding,
         payload=args.payload or None,
     )
 

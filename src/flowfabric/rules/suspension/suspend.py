@@ -155,7 +155,7 @@ def suspend(
         return refuse(errors.InvalidLeaseForSuspend(execution_id=row.execution_id))
     if wait_state.is_open(suspension):
         return refuse(errors.AlreadySuspended(execution_id=row.execution_id))
-    holder = holder or _holder_of(row)
+    holder = holder or lease.handle_fields(row, (row.lease_expires_at or 0) - (row.lease_renewed_at or 0))
     primary = args.waitpoints[0]
     if isinstance(primary, UsePendingWaitpoint):
         return _suspend_on_pending(rows, row, args, holder, rows.waitpoints.get(primary.waitpoint_id), now)
@@ -369,17 +369,3 @@ def _not_after(rows: SuspendRows, args: SuspendArgs) -> int | None:
         return None
     pending_until = rows.waitpoints[primary.waitpoint_id].pending_until
     return None if pending_until is None else pending_until - 1
-
-
-def _holder_of(row: Execution) -> HandleFields:
-    ttl = (row.lease_expires_at or 0) - (row.lease_renewed_at or 0)
-    return HandleFields(
-        row.execution_id,  # type: ignore[arg-type]
-        row.attempt_index or 0,
-        row.attempt_id,  # type: ignore[arg-type]
-        row.lease_id,  # type: ignore[arg-type]
-        row.lease_epoch,
-        ttl,
-        row.current_lane or row.lane_id,  # type: ignore[arg-type]
-        row.worker_instance_id,  # type: ignore[arg-type]
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, takewhile
@@ -10,7 +9,7 @@ from typing import Any
 
 from flowfabric.model.execution import QueueKey
 from flowfabric.stores.codec import RowCodec, encode
-from flowfabric.stores.queries import Scan, Where
+from flowfabric.stores.queries import Scan, Where, meets
 
 Key = tuple[Any, ...]
 
@@ -49,14 +48,17 @@ class MemoryTable:
 
     def encoded_value(self, row: Any, column: str) -> Any:
         """Return a column's value as conditions and sort keys compare it."""
-        return encode(getattr(row, column), self._encode_queue)
+        return self._encode(getattr(row, column))
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._encode_queue)
 
     def candidates(self, scan: Scan) -> Iterator[Any]:
         """Return a superset of the rows of a scan, through an index or a key that its conditions name."""
         for condition in scan.where:
             if condition.op in ("=", "in") and condition.value is not None and condition.column in self.indexes:
                 values = condition.value if condition.op == "in" else (condition.value,)
-                codes = {encode(value, self._encode_queue) for value in values if value is not None}
+                codes = {self._encode(value) for value in values if value is not None}
                 return chain.from_iterable(self.rows_by_index(condition.column, code) for code in codes)
         return self._candidates_by_key(scan)
 
@@ -87,7 +89,7 @@ class MemoryTable:
 
     def matches(self, row: Any, where: Sequence[Where]) -> bool:
         """True if the row meets all conditions."""
-        return all(self._meets(self.encoded_value(row, condition.column), condition) for condition in where)
+        return all(meets(self.encoded_value(row, condition.column), condition, self._encode) for condition in where)
 
     def rows_by_index(self, column: str, value: Any) -> Iterator[Any]:
         """Yield the rows that have this value in an indexed column."""
@@ -108,27 +110,7 @@ class MemoryTable:
             yield (value := entries[index][0])
             index = bisect_left(entries, (value + "\0",), index)
 
-    def _meets(self, value: Any, condition: Where) -> bool:
-        if condition.op in ("set", "unset"):
-            return (value is None) == (condition.op == "unset")
-        if value is None or condition.value is None:
-            return False
-        if condition.op == "in":
-            return value in [encode(choice, self._encode_queue) for choice in condition.value]
-        return _COMPARE[condition.op](value, encode(condition.value, self._encode_queue))
-
     def _entries(self, key: Key, row: Any) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]:
         for first, columns in self._columns.items():
             if getattr(row, first) is not None:
                 yield (*(self.encoded_value(row, column) for column in columns), *key), self.indexes[first]
-
-
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "starts": str.startswith,
-    "contains": operator.contains,
-}

@@ -34,19 +34,15 @@ class ConnectionOwner(Protocol):
     @property
     def deadlines(self) -> Deadlines:
         """The timeouts of now."""
-        ...
 
     def handle_error_reply(self, command: Command, error: ReplyError) -> None:
         """Send a refused command again, or fail it."""
-        ...
 
     def handle_lost(self, commands: Sequence[Command], error: StoreUnavailable, *, sent: bool) -> None:
         """Send commands without a reply again, or fail them; `sent`: the server may have received them."""
-        ...
 
     def handle_slow(self) -> None:
         """Note that a command has waited for its reply for `SLOW_S`."""
-        ...
 
 
 class Connection:

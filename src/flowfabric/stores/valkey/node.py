@@ -24,19 +24,15 @@ class NodeOwner(Protocol):
 
     def endpoint(self, location: Location) -> Endpoint:
         """Return where a node is, and the user to connect as."""
-        ...
 
     def handle_error_reply(self, node: Node, command: Command, error: ReplyError) -> None:
         """Send a refused command again, or fail it."""
-        ...
 
     def handle_lost(self, commands: Sequence[Command], error: StoreUnavailable, *, sent: bool) -> None:
         """Send commands without a reply again, or fail them; `sent`: the server may have received them."""
-        ...
 
     def refresh_soon(self) -> None:
         """Ask for the slot map."""
-        ...
 
 
 class Node:

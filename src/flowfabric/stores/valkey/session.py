@@ -116,29 +116,23 @@ class SessionOwner(Protocol):
     @property
     def deadlines(self) -> Deadlines:
         """The timeouts of now."""
-        ...
 
     def refill(self, session: Session) -> None:
         """Send the waiting commands, as far as the session has capacity."""
-        ...
 
     def lose(
         self, session: Session, sent: Sequence[Command], unsent: Sequence[Command], error: StoreUnavailable
     ) -> None:
         """Take the commands of a session that has ended."""
-        ...
 
     def report_unconfirmed(self, commands: Sequence[Command], error: StoreUnavailable) -> None:
         """Take executed commands of which there are fewer copies than asked."""
-        ...
 
     def report_error_reply(self, command: Command, error: ReplyError) -> None:
         """Take a command with an error reply."""
-        ...
 
     def report_slow(self) -> None:
         """Note that a command has waited for its reply for `SLOW_S`."""
-        ...
 
 
 class Session(asyncio.Protocol):

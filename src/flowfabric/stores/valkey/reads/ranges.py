@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -19,29 +18,8 @@ from flowfabric.stores.verdicts import Unstorable
 
 UNTAGGED_HOME = HomeTag("{fp:0}")  # of ids without a partition, which only tests use
 _AFTER_ALL = "\U0010ffff" * 4
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 _NAMES_HOME = {"execution_id", "upstream_execution_id", "downstream_execution_id"}
 _OF_LIMITS = {HomeKind.BUDGET, HomeKind.QUOTA}  # such rows are not in the partition of the execution that they name
-
-
-def meets(value: Any, condition: Where, encode: Callable[[Any], Any]) -> bool:
-    """True if a stored value meets a condition."""
-    if condition.op in ("set", "unset"):
-        return (value is None) == (condition.op == "unset")
-    if value is None or condition.value is None:
-        return False
-    if condition.op == "in":
-        return value in [encode(choice) for choice in condition.value]
-    operand = encode(condition.value)
-    if condition.op == "contains":
-        return operand in value
-    return bool(value.startswith(operand) if condition.op == "starts" else _COMPARE[condition.op](value, operand))
 
 
 class KeyRange(msgspec.Struct, frozen=True):

@@ -14,10 +14,9 @@ from flowfabric.ids import PartitionCounts
 from flowfabric.model.execution import Execution, QueueKey
 from flowfabric.stores.codec import encode
 from flowfabric.stores.homes import HomeTag, home_of
-from flowfabric.stores.queries import Due, Loaded, Read, Where
+from flowfabric.stores.queries import Due, Loaded, Read, Where, meets
 from flowfabric.stores.valkey.cluster import ValkeyClient
 from flowfabric.stores.valkey.reads.partition_load import PartitionLoad
-from flowfabric.stores.valkey.reads.ranges import meets
 from flowfabric.stores.valkey.registry import Registry
 from flowfabric.stores.valkey.rows.codec import VALKEY_TABLES, ValkeyTable, integer
 

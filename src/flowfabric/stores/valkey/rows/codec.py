@@ -28,7 +28,7 @@ from flowfabric.model.event import Event
 from flowfabric.model.execution import QueueKey
 from flowfabric.model.instant import FromNow
 from flowfabric.stores.catalog import TABLES, Column, HomeKind, Index, Table
-from flowfabric.stores.codec import CODEC, CODES, INT_MAX, INT_MIN
+from flowfabric.stores.codec import CODEC, CODES, INT_MAX, INT_MIN, check_text
 from flowfabric.stores.homes import HomeTag
 from flowfabric.stores.valkey.rows.layout import LAYOUT, UNSET_IF_FALSE
 from flowfabric.stores.verdicts import Unstorable
@@ -113,11 +113,12 @@ class ValkeyTable:
     def key_text(self, key: Sequence[Any], home: HomeTag | str) -> str:
         """Return the text of a key or of a key prefix; raise `Unstorable` if no row has such a key."""
         if self._is_one_id and len(key) == 1 and type(key[0]) is str:
-            return _text(self.key_columns[0], _without_tag(key[0], home))
+            return check_text(self.key_columns[0].name, _without_tag(key[0], home))
         parts = []
         for ordinal, (column, value) in enumerate(zip(self.key_columns, key, strict=False)):
             if type(value) is str:
-                parts.append(_text(column, _without_tag(value, home) if ordinal == self._tagged else value))
+                own = _without_tag(value, home) if ordinal == self._tagged else value
+                parts.append(check_text(column.name, own))
             elif type(value) is int:
                 parts.append(_integer_text(value))
             elif isinstance(value, Enum):
@@ -231,24 +232,13 @@ def _without_tag(execution_id: str, home: HomeTag | str) -> str:
     return "{" + execution_id[size + 1 :] if is_tagged else execution_id
 
 
-def _text(column: Column, value: str) -> str:
-    if "\0" in value:
-        raise Unstorable(f"{column.name} contains NUL")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise Unstorable(f"{column.name} is not valid Unicode") from error
-    return value
-
-
 def _encode_value(column: Column, value: Any, digest_of: DigestOf) -> EncodedCell:
     kind = type(value)
     if kind is str:
         if column.kind is not str:
             raise Unstorable(f"{column.name} does not hold a text")
         if "\0" in value or not value.isascii():
-            return _text(column, value)
+            return check_text(column.name, value)
         return value  # type: ignore[no-any-return]
     if value is None:
         if not column.optional:
@@ -329,13 +319,7 @@ def encode_event(event: Event, home: HomeTag | str) -> tuple[str, bytes]:
     values: list[Any] = list(astuple(event))
     for name, value in zip(EVENT_COLUMNS, values, strict=True):
         if type(value) is str:
-            if "\0" in value:
-                raise Unstorable(f"{name} contains NUL")
-            if not value.isascii():
-                try:
-                    value.encode()
-                except UnicodeEncodeError as error:
-                    raise Unstorable(f"{name} is not valid Unicode") from error
+            check_text(name, value)
     for ordinal in _EVENT_INTEGERS:
         if values[ordinal] is not None:
             if not INT_MIN <= values[ordinal] <= INT_MAX:
