@@ -26,7 +26,7 @@ from tests.blackhole import BlackHole
 from tests.conftest import REDIS
 from tests.executions import new_execution
 from tests.stores.unavailable import unavailable
-from tests.stores.valkey.connected import connected
+from tests.stores.valkey.conftest import connected
 from tests.stores.valkey.test_functions import use_everything
 from tests.valkey_servers import ValkeyNode, ValkeyServers, leave, redis, unused_port, valkey
 

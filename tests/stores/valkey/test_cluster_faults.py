@@ -22,7 +22,7 @@ from tests import valkey_cluster
 from tests.stores.sample_rows import change, claim_request, event, execution, payload, queued
 from tests.stores.unavailable import unavailable
 from tests.stores.valkey.client.fake_peer import until
-from tests.stores.valkey.connected import connected
+from tests.stores.valkey.conftest import connected
 from tests.stores.valkey.history import TAGS, under_load
 from tests.valkey_cluster import primary_of, replica_of, until_it_takes_over
 from tests.valkey_servers import ValkeyNode, ValkeyServers

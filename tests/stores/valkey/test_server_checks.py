@@ -29,7 +29,7 @@ from flowfabric.stores.valkey.store import ValkeyStore
 from tests.conftest import REDIS
 from tests.postgres_install import ROOT
 from tests.stores.valkey.client.fake_peer import Peer, fake_server, slot_map
-from tests.stores.valkey.connected import connected
+from tests.stores.valkey.conftest import connected
 from tests.valkey_cluster import own_server
 from tests.valkey_servers import ValkeyNode
 

@@ -15,7 +15,7 @@ from tests.blackhole import black_hole
 from tests.processes import wait_for
 from tests.stores.unavailable import unavailable
 from tests.stores.valkey.client.fake_peer import until
-from tests.stores.valkey.connected import connected
+from tests.stores.valkey.conftest import connected
 from tests.stores.valkey.history import under_load
 from tests.valkey_cluster import own_server
 from tests.valkey_servers import ValkeyNode
