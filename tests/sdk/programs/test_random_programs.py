@@ -38,6 +38,7 @@ from tests.sdk.programs.program import (
     Saga,
     Sequence,
     Sleep,
+    Spend,
     Step,
     WaitFor,
     programs,
@@ -203,6 +204,15 @@ PROGRAMS = [
         1,
         "a failure beside a wait in a reservation is retried",
         Reserve(1, Group("asyncio.gather", (Sleep(2), Step(failures=1, ms=10)))),
+        retries=1,
+    ),
+    holds(
+        1,
+        "a failure is retried, whatever began before it",
+        chain(
+            WaitFor(Step(), is_late=True),
+            Group("ctx.gather", (chain(Spend(1), Step()), RaceOf((Sleep(2), DECLINED)))),
+        ),
         retries=1,
     ),
     holds(7, "a failed attempt spends a reservation once", Reserve(2, Step(failures=1)), retries=1),

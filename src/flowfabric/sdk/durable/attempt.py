@@ -119,15 +119,20 @@ class DurableAttempt:
     # -- operations -----------------------------------------------------------------------------------------------
 
     async def begin_operation(self) -> Branch:
-        """Begin a durable operation: read what the run remembers, and record what the function has moved past."""
+        """Begin a durable operation: read what the run remembers, and record what the function has moved past.
+
+        That is at most what was pending when the function came to the operation. What fails or is left in another
+        branch while it begins came later: the operation says nothing about it.
+        """
+        pending = list(self.ledger.pending)
         if not self.ledger.is_loaded:  # a call that does nothing costs each step a microsecond
             await self.ledger.load()
         if not self._pin.is_done:
             await self._pin.ensure()
         branch = current_branch(self.branches)
         self._last_received.pop(branch, None)
-        if self.ledger.pending:
-            await self._move_past(branch)
+        if pending:
+            await self._move_past(branch, pending)
         return branch
 
     def next_occurrence(self, label: str) -> Place:
@@ -254,14 +259,14 @@ class DurableAttempt:
         """Wait, at an operation that the function left before, until the function leaves it again."""
         await self.parker.wait_until_left(branch)
 
-    async def _move_past(self, branch: Branch) -> None:
+    async def _move_past(self, branch: Branch, pending: list[Pending]) -> None:
         """Record the failures and leavings that the function has moved past with an operation of this branch."""
-        if any(not _is_passed(one, branch) for one in self.ledger.pending):
+        if any(not _is_passed(one, branch) for one in pending):
             await self._wait_for_unwinding()
             if self.parker.is_over:
                 raise asyncio.CancelledError("the function is over")
         async with self.parker.without_parking():
-            await self.record_pending(self.ledger.pending)
+            await self.record_pending(pending)
 
     async def _wait_for_unwinding(self) -> None:
         """Give the tasks that await a failed one their turns: they cancel the caller's branch, or end the function.
