@@ -215,6 +215,12 @@ PROGRAMS = [
         ),
         retries=1,
     ),
+    holds(
+        1,
+        "a failure that leaves a reservation is retried, whatever begins beside it",
+        Group("ctx.gather", (Loop(20, Step()), Reserve(1, DECLINED))),
+        retries=1,
+    ),
     holds(7, "a failed attempt spends a reservation once", Reserve(2, Step(failures=1)), retries=1),
     holds(
         7, "SIGTERM in a reservation spends it once", Reserve(2, chain(Step(ms=300), Step())), fault=FaultKind.SIGTERM

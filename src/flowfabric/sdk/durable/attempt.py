@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ class DurableAttempt:
         self.reach = reach
         self._record_lock = asyncio.Lock()
         self._raised: OrderedDict[int, tuple[BaseException, Place | None]] = OrderedDict()
+        self._releases: set[asyncio.Future[None]] = set()  # the blocks of `releasing` that have not ended
         self._on_parked: list[Callable[[], Awaitable[Any]]] = []
         self._unopened: dict[str, GateArgs] = {}  # gates that the park opens
         self._last_received: dict[Branch, str] = {}  # gates of messages after which the branch did nothing durable
@@ -271,15 +273,33 @@ class DurableAttempt:
     async def _wait_for_unwinding(self) -> None:
         """Give the tasks that await a failed one their turns: they cancel the caller's branch, or end the function.
 
-        A failure in nested groups ends one task after the other, with few turns of the loop between two of them.
+        A failure in nested groups ends one task after the other, with few turns of the loop between two of them. Where
+        it leaves a reservation, it waits for the store.
         """
         quiet, ended = 0, self.branches.tasks_ended
         for _ in range(MAX_TURNS):
+            if self._releases:
+                await asyncio.wait(self._releases)
+                quiet = 0
             await asyncio.sleep(0)
             quiet = quiet + 1 if ended == self.branches.tasks_ended else 0
             ended = self.branches.tasks_ended
             if quiet == TURNS:
                 break
+
+    @contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Let operations of other branches wait for the block, which a failure on its way out waits for.
+
+        Nothing in the block may wait for another branch.
+        """
+        released = asyncio.get_running_loop().create_future()
+        self._releases.add(released)
+        try:
+            yield
+        finally:
+            self._releases.remove(released)
+            released.set_result(None)
 
     async def record_pending(self, pending: Iterable[Pending], *, memo: MemoArgs | None = None) -> StepMemo | None:
         """Record failures and leavings; with `memo`, the winner of a race, in the change of the leavings."""
