@@ -24,7 +24,7 @@ DURABLE = (
     Fault(
         "a failure is not recorded when the function moves past it",
         "sdk/durable/attempt.py",
-        "        if self.ledger.pending:\n            await self._move_past(branch)\n",
+        "        if pending:\n            await self._move_past(branch, pending)\n",
         "",
         "tests/sdk/durable/test_remembered_failures.py::test_a_saga_that_rolled_back_never_books_again",
     ),
@@ -33,6 +33,20 @@ DURABLE = (
         "sdk/durable/attempt.py",
         "            await self._wait_for_unwinding()\n",
         "",
+        "tests/sdk/programs/test_random_programs.py::test_a_program_keeps_its_promise",
+    ),
+    Fault(
+        "an operation records a failure that came after it",
+        "sdk/durable/attempt.py",
+        "            await self.record_pending(pending)\n",
+        "            await self.record_pending(self.ledger.pending)\n",
+        "tests/sdk/programs/test_random_programs.py::test_a_program_keeps_its_promise",
+    ),
+    Fault(
+        "a failure that leaves a reservation counts as passed meanwhile",
+        "sdk/durable/budgets.py",
+        "                        with durable.releasing():\n",
+        "                        if True:\n",
         "tests/sdk/programs/test_random_programs.py::test_a_program_keeps_its_promise",
     ),
     Fault(

@@ -351,12 +351,16 @@ class History:
         return any(isinstance(self._nodes.get(word), Options) for word in raised.value["text"].split())
 
     def _has_operation_after_failure(self, position: int, raised: Event) -> bool:
-        """True if any branch came to an operation between a failure and the end: it may count as passed then."""
-        has_failed = False
+        """True if any branch came to an operation between a failure and the end, and time passed between these two.
+
+        The function waited where it caught the failure, so that this may count as passed.
+        """
+        failed: Event | None = None
         for other_position, event in self._by_invocation[raised.invocation]:
-            if other_position < position and has_failed and event.what in (What.ENTER, What.CALL, What.DONE):
-                return True
-            has_failed = has_failed or (event.what is What.FAILED and event.value == raised.value)
+            if failed is None and event.what is What.FAILED and event.value == raised.value:
+                failed = event
+            elif failed is not None and other_position < position and event.what in (What.ENTER, What.CALL, What.DONE):
+                return raised.at_s > failed.at_s
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.sdk.programs.journal import Event, Journal, What
@@ -186,6 +187,23 @@ def test_an_uncaught_failure_is_retried_as_often_as_the_task_says(attempts: int,
     ]
     end = End(reason=f"ValueError: {failures[-1]['text']}")
     assert sections(Step(failures=9, kind="value"), written(*events), end, faults=0, retries=2) == expected
+
+
+@pytest.mark.parametrize(("waited_s", "expected"), [(0.0, {1}), (1.0, set[int]())])
+def test_an_operation_beside_a_failure_excuses_no_missing_retry_unless_the_function_waited(
+    waited_s: float, expected: set[int]
+) -> None:
+    failure = describe_failure(make_failure("declined", "r.0", 1))
+    journal = written(
+        (0, What.CALL, "r.0", 1),
+        (0, What.FAILED, "r.0", failure),
+        (0, What.CALL, "r.1", 1),
+        (0, What.RAISED, "", failure),
+        branches=("r.0", "r.1"),
+    )
+    journal.events[-1] = msgspec.structs.replace(journal.events[-1], at_s=waited_s)
+    group, end = Group("ctx.gather", (Step(failures=1), Step())), End(reason=failure["text"])
+    assert sections(group, journal, end, faults=0, retries=1) == expected
 
 
 def test_events_of_a_dead_process_have_not_happened() -> None:

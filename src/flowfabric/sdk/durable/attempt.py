@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ class DurableAttempt:
         self.reach = reach
         self._record_lock = asyncio.Lock()
         self._raised: OrderedDict[int, tuple[BaseException, Place | None]] = OrderedDict()
+        self._releases: set[asyncio.Future[None]] = set()  # the blocks of `releasing` that have not ended
         self._on_parked: list[Callable[[], Awaitable[Any]]] = []
         self._unopened: dict[str, GateArgs] = {}  # gates that the park opens
         self._last_received: dict[Branch, str] = {}  # gates of messages after which the branch did nothing durable
@@ -119,15 +121,20 @@ class DurableAttempt:
     # -- operations -----------------------------------------------------------------------------------------------
 
     async def begin_operation(self) -> Branch:
-        """Begin a durable operation: read what the run remembers, and record what the function has moved past."""
+        """Begin a durable operation: read what the run remembers, and record what the function has moved past.
+
+        That is at most what was pending when the function came to the operation. What fails or is left in another
+        branch while it begins came later: the operation says nothing about it.
+        """
+        pending = list(self.ledger.pending)
         if not self.ledger.is_loaded:  # a call that does nothing costs each step a microsecond
             await self.ledger.load()
         if not self._pin.is_done:
             await self._pin.ensure()
         branch = current_branch(self.branches)
         self._last_received.pop(branch, None)
-        if self.ledger.pending:
-            await self._move_past(branch)
+        if pending:
+            await self._move_past(branch, pending)
         return branch
 
     def next_occurrence(self, label: str) -> Place:
@@ -254,27 +261,45 @@ class DurableAttempt:
         """Wait, at an operation that the function left before, until the function leaves it again."""
         await self.parker.wait_until_left(branch)
 
-    async def _move_past(self, branch: Branch) -> None:
+    async def _move_past(self, branch: Branch, pending: list[Pending]) -> None:
         """Record the failures and leavings that the function has moved past with an operation of this branch."""
-        if any(not _is_passed(one, branch) for one in self.ledger.pending):
+        if any(not _is_passed(one, branch) for one in pending):
             await self._wait_for_unwinding()
             if self.parker.is_over:
                 raise asyncio.CancelledError("the function is over")
         async with self.parker.without_parking():
-            await self.record_pending(self.ledger.pending)
+            await self.record_pending(pending)
 
     async def _wait_for_unwinding(self) -> None:
         """Give the tasks that await a failed one their turns: they cancel the caller's branch, or end the function.
 
-        A failure in nested groups ends one task after the other, with few turns of the loop between two of them.
+        A failure in nested groups ends one task after the other, with few turns of the loop between two of them. Where
+        it leaves a reservation, it waits for the store.
         """
         quiet, ended = 0, self.branches.tasks_ended
         for _ in range(MAX_TURNS):
+            if self._releases:
+                await asyncio.wait(self._releases)
+                quiet = 0
             await asyncio.sleep(0)
             quiet = quiet + 1 if ended == self.branches.tasks_ended else 0
             ended = self.branches.tasks_ended
             if quiet == TURNS:
                 break
+
+    @contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Let operations of other branches wait for the block, which a failure on its way out waits for.
+
+        Nothing in the block may wait for another branch.
+        """
+        released = asyncio.get_running_loop().create_future()
+        self._releases.add(released)
+        try:
+            yield
+        finally:
+            self._releases.remove(released)
+            released.set_result(None)
 
     async def record_pending(self, pending: Iterable[Pending], *, memo: MemoArgs | None = None) -> StepMemo | None:
         """Record failures and leavings; with `memo`, the winner of a race, in the change of the leavings."""

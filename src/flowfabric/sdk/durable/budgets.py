@@ -197,7 +197,8 @@ class ContextBudgets(ContextPart):
                 with suppress(FabricError):
                     async with durable.parker.without_parking():
                         await self._count_unawaited(room, reservation)
-                        await self._refund(room)
+                        with durable.releasing():
+                            await self._refund(room)
             raise
         finally:
             self.open_reservations -= 1
