@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flowfabric.sdk.durable.inbox import Message as Message
     from flowfabric.sdk.durable.output import Output as Output
     from flowfabric.sdk.durable.races import Won as Won
-    from flowfabric.sdk.durable.step_calls import step as step
+    from flowfabric.sdk.durable.step_identity import step as step
     from flowfabric.sdk.exceptions import BudgetExceeded as BudgetExceeded
     from flowfabric.sdk.exceptions import Fatal as Fatal
     from flowfabric.sdk.exceptions import NotAnswered as NotAnswered
@@ -118,7 +118,7 @@ _MODULES = {
     "Worker": "flowfabric.sdk.worker.worker",
     "connect": "flowfabric.connector",
     "current": "flowfabric.sdk.context",
-    "step": "flowfabric.sdk.durable.step_calls",
+    "step": "flowfabric.sdk.durable.step_identity",
 }
 
 __all__ = ["__version__", *_MODULES]

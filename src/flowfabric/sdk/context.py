@@ -27,8 +27,8 @@ from flowfabric.sdk.durable.inbox import Codecs, ContextInbox
 from flowfabric.sdk.durable.lives import continue_run, should_continue
 from flowfabric.sdk.durable.options import ContextOptions
 from flowfabric.sdk.durable.output import ContextOutput
-from flowfabric.sdk.durable.step_calls import StepOptions, named_in_call, run_step
 from flowfabric.sdk.durable.step_execution import RunnableStep, StepExecution, drive
+from flowfabric.sdk.durable.step_identity import StepOptions, named_in_call, run_step
 from flowfabric.sdk.durable.waits import ContextWaits
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.retry import Retry

@@ -22,7 +22,7 @@ from flowfabric.sdk.durable.budgets import Reservation
 from flowfabric.sdk.durable.inbox import encode_fact
 from flowfabric.sdk.durable.output import Output, apply_merge_patch, progress_patch
 from flowfabric.sdk.durable.races import Won
-from flowfabric.sdk.durable.step_calls import (
+from flowfabric.sdk.durable.step_identity import (
     StepCall,
     StepOptions,
     check_step_function,

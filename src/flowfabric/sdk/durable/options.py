@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from flowfabric.sdk.durable.step_calls import StepOptions
+from flowfabric.sdk.durable.step_identity import StepOptions
 
 if TYPE_CHECKING:
     from flowfabric.sdk.context import Context

@@ -1,4 +1,4 @@
-"""One step of a durable function, from what is remembered of it to its end: tries, pauses, failures.
+"""One step of a durable function: answered from what the run remembers (`ledger`), or run, with tries and pauses.
 
 The engine side of a step runs on the event loop, its function wherever the caller runs it: on the loop, or in the
 thread of a plain handler. So a step is a small state machine that both drive:
@@ -34,7 +34,7 @@ from flowfabric.sdk.durable.attempt import DurableAttempt, current_step
 from flowfabric.sdk.durable.branches import Branch, current_branch, current_scope
 from flowfabric.sdk.durable.ledger import Pending
 from flowfabric.sdk.durable.parker import ContextCall, HandlerUnwound
-from flowfabric.sdk.durable.step_calls import (
+from flowfabric.sdk.durable.step_identity import (
     StepCall,
     StepOptions,
     check_step_function,

@@ -25,7 +25,7 @@ from flowfabric.sdk.approvals import Approval, Votes
 from flowfabric.sdk.durable.budgets import Reservation
 from flowfabric.sdk.durable.options import SyncContextOptions
 from flowfabric.sdk.durable.races import Won
-from flowfabric.sdk.durable.step_calls import StepOptions, named_in_call, run_step
+from flowfabric.sdk.durable.step_identity import StepOptions, named_in_call, run_step
 from flowfabric.sdk.durations import Duration
 from flowfabric.sdk.joins import AllOf, Join
 from flowfabric.sdk.limits import Budget
