@@ -89,12 +89,6 @@ def _rebuild(cls: type[FabricError], detail: str, facts: dict[str, object]) -> F
     return cls(detail=detail, **facts)
 
 
-class Informational:
-    """Marks errors that say that the requested state already holds, or that it does not matter."""
-
-    classification = Classification.INFORMATIONAL
-
-
 class NotFound(FabricError):
     """There is no such thing."""
 

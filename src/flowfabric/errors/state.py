@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowfabric.errors.base import Classification, FabricError, Informational
+from flowfabric.errors.base import Classification, FabricError
 
 
 class StateError(FabricError):
@@ -10,6 +10,12 @@ class StateError(FabricError):
 
     family = "state"
     kind = "state_conflict"
+
+
+class _Informational:
+    """Marks errors that say that the requested state already holds, or that it does not matter."""
+
+    classification = Classification.INFORMATIONAL
 
 
 class StaleLease(StateError):
@@ -30,15 +36,15 @@ class LeaseRevoked(StateError):
     lease_epoch: int | None = None
 
 
-class ExecutionNotSuspended(Informational, StateError):
+class ExecutionNotSuspended(_Informational, StateError):
     """The execution is not suspended."""
 
 
-class AlreadySuspended(Informational, StateError):
+class AlreadySuspended(_Informational, StateError):
     """The execution is already suspended."""
 
 
-class WaitpointClosed(Informational, StateError):
+class WaitpointClosed(_Informational, StateError):
     """The waitpoint is closed and accepts no more signals."""
 
 
@@ -50,7 +56,7 @@ class InboxClosed(StateError):
     """The function has closed its inbox: it has read every message and takes no more."""
 
 
-class DuplicateSignal(Informational, StateError):
+class DuplicateSignal(_Informational, StateError):
     """This signal has been delivered before."""
 
 
@@ -58,15 +64,15 @@ class ResumeConditionNotMet(StateError):
     """The condition that the execution waits for is not met yet."""
 
 
-class WaitpointNotPending(Informational, StateError):
+class WaitpointNotPending(_Informational, StateError):
     """The waitpoint was already activated or closed."""
 
 
-class PendingWaitpointExpired(Informational, StateError):
+class PendingWaitpointExpired(_Informational, StateError):
     """The waitpoint was not activated in time."""
 
 
-class WaitpointNotOpen(Informational, StateError):
+class WaitpointNotOpen(_Informational, StateError):
     """The waitpoint is not open."""
 
 
@@ -86,7 +92,7 @@ class StaleOwnerCannotAppend(StateError):
     """Only the lease holder can write to the output stream, and another worker holds the lease now."""
 
 
-class GrantAlreadyExists(Informational, StateError):
+class GrantAlreadyExists(_Informational, StateError):
     """Another grant for this execution is still valid."""
 
 
@@ -98,11 +104,11 @@ class FlowAlreadyTerminal(StateError):
     """The flow has ended and can no longer change."""
 
 
-class DepsNotSatisfied(Informational, StateError):
+class DepsNotSatisfied(_Informational, StateError):
     """The execution still waits for others."""
 
 
-class NotBlockedByDeps(Informational, StateError):
+class NotBlockedByDeps(_Informational, StateError):
     """The execution does not wait for others."""
 
 
@@ -120,11 +126,11 @@ class BudgetExceeded(StateError):
     classification = Classification.COOPERATIVE
 
 
-class BudgetSoftExceeded(Informational, StateError):
+class BudgetSoftExceeded(_Informational, StateError):
     """A soft limit of the budget is exceeded; work may continue."""
 
 
-class OkAlreadyApplied(Informational, StateError):
+class OkAlreadyApplied(_Informational, StateError):
     """This was applied before; nothing changed."""
 
 
@@ -132,7 +138,7 @@ class AttemptNotStarted(StateError):
     """The attempt has not started yet."""
 
 
-class AttemptAlreadyTerminal(Informational, StateError):
+class AttemptAlreadyTerminal(_Informational, StateError):
     """The attempt has already ended."""
 
 
@@ -148,9 +154,9 @@ class MaxRetriesExhausted(StateError):
     """The execution has been retried as often as its policy allows."""
 
 
-class StreamAlreadyClosed(Informational, StateError):
+class StreamAlreadyClosed(_Informational, StateError):
     """The output stream was closed before."""
 
 
-class AlreadySatisfied(Informational, StateError):
+class AlreadySatisfied(_Informational, StateError):
     """It is already as requested."""
