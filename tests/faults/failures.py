@@ -266,6 +266,14 @@ FAILURES = (
         "tests/sdk/world/test_world_threads.py::test_a_world_has_the_settings_of_its_app",
     ),
     Fault(
+        "a handler of a killed worker that swallows its cancellation goes on",
+        "sdk/worker/worker.py",
+        "                attempt.context.durable.close()\n",
+        "                pass\n",
+        "tests/sdk/world/test_world.py"
+        "::test_a_handler_of_a_killed_worker_that_swallows_its_cancellation_does_nothing_more",
+    ),
+    Fault(
         "a world settles while plain code runs",
         "testing/world.py",
         "await self._time.wait_idle()",

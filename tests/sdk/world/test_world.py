@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -105,6 +106,31 @@ async def test_the_work_of_a_killed_worker_is_taken_over_when_its_lease_expires(
         [first, second] = await run.attempts()
         assert first.failure_reason == "lease_expired"
         assert second.started_at - killed_at <= 16_000
+        await world.assert_invariants()
+
+
+effects: list[int] = []
+
+
+@app.task
+async def swallowing(ctx: Context) -> None:
+    if ctx.attempt == 0:
+        with suppress(asyncio.CancelledError):  # as `asyncio.wait_for` does before Python 3.12, if it is just over
+            await asyncio.sleep(600)
+    await ctx.step(effects.append, ctx.attempt)
+    await ctx.sleep("1h")
+
+
+async def test_a_handler_of_a_killed_worker_that_swallows_its_cancellation_does_nothing_more() -> None:
+    effects.clear()
+    async with World(app, workers=0) as world:
+        doomed = world.start_worker()
+        run = await swallowing.submit()
+        await world.advance("1m")
+        await world.kill(doomed)
+        world.start_worker()
+        await run.result()
+        assert effects == [1]
         await world.assert_invariants()
 
 

@@ -157,6 +157,9 @@ class Worker:
     def simulate_kill(self) -> None:
         """Drop all work without reporting it, as a killed process does; for tests."""
         self._cancel_all("abandoned")
+        for attempt in self._running.values():  # a handler that swallows its cancellation records nothing more
+            if attempt.context is not None:
+                attempt.context.durable.close()
         if self._reporter is not None:
             self._reporter.discard()
 
