@@ -30,6 +30,7 @@ from tests.postgres_install import ROOT
 
 COPIED = ("src", "tests", "pyproject.toml")
 TIMEOUT_S = 300
+TIMED_OUT = 124  # the exit code of `timeout`
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,9 +67,12 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-x", "-q", selection]
         paths = os.pathsep.join([str(self._root / "src"), str(self._root)])
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            command, cwd=self._root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+        try:
+            done = subprocess.run(
+                command, cwd=self._root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT, f"the tests did not end within {TIMEOUT_S} s"
         return done.returncode, done.stdout + done.stderr
 
 

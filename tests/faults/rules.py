@@ -304,14 +304,14 @@ RULES = (
         "rules/execution/transitions.py",
         "next_timeout_ms=remaining_timeout_ms(row, now),",
         "next_timeout_ms=decode_terms(row.terms).attempt_timeout_ms,",
-        LIVES,
+        "tests/scenarios/suspension/test_resume.py::test_a_suspended_attempt_keeps_its_remaining_timeout",
     ),
     Fault(
         "a completion is committed with a lease that has expired meanwhile",
         "rules/execution/finish.py",
         '        release_reason="completed",\n        guard=seen(row, live(row)),\n',
         '        release_reason="completed",\n        guard=seen(row),\n',
-        LIVES,
+        "tests/rules/execution/test_guards.py",
     ),
     Fault(
         "a hard limit may be exceeded by one",
@@ -339,7 +339,7 @@ RULES = (
         "rules/limits/quota.py",
         "if key[0] == dimension and entry.admitted_at > start]",
         "if key[0] == dimension and entry.admitted_at >= start]",
-        "tests/scenarios/limits/test_quotas.py",
+        "tests/rules/limits/test_quota.py",
     ),
     Fault(
         "a run in a ready queue stays in the queue of its former version",

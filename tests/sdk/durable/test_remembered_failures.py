@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from flowfabric import Context, Fabric, Fatal, Retry, RetryAfter, RunFailed, StepFailed
 from flowfabric.errors import FabricError
 from flowfabric.model.gate import StepState
+from flowfabric.sdk.durable.sync_context import SyncContext
 from flowfabric.sdk.worker.worker import Worker
 from tests.sdk.conftest import running_worker, wait_until_suspended, wait_until_true
 from tests.sdk.durable.crashes import Crashes
@@ -291,6 +294,75 @@ async def test_a_plain_handler_remembers_failures_too(app: Fabric) -> None:
         await replays(app, run, 1)
         assert await run.result(20) == "hotel 7 x"
     assert calls == {"hotel": 1}
+
+
+async def test_a_failure_that_leaves_a_slow_thread_is_retried_whatever_begins_beside_it(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread begins an operation before the failed one raises, which takes as long as the system lets it."""
+    has_failed, begins = threading.Event(), threading.Event()
+    run_step = SyncContext.run_step
+
+    def slow_to_raise(context: SyncContext, function: Any, *rest: Any) -> Any:
+        try:
+            return run_step(context, function, *rest)
+        except Declined:
+            has_failed.set()
+            begins.wait(20)
+            time.sleep(0.1)  # the other operation has come meanwhile
+            raise
+
+    def decline() -> str:
+        calls["decline"] += 1
+        if calls["decline"] == 1:
+            raise Declined("no room", 7)
+        return "booked"
+
+    def beside(ctx: Context) -> str:
+        has_failed.wait(20)
+        begins.set()
+        return ctx.sync.step(str, "noted")
+
+    @app.task(retry=Retry(max=1, base="10ms", jitter=False))
+    def trip(ctx: Context) -> list[str]:
+        return ctx.sync.gather(lambda: ctx.sync.step(decline), lambda: beside(ctx))
+
+    monkeypatch.setattr(SyncContext, "run_step", slow_to_raise)
+    async with running_worker(app):
+        assert await (await trip.submit()).result(30) == ["booked", "noted"]
+    assert calls == {"decline": 2}
+
+
+async def test_an_operation_waits_a_limited_time_for_a_thread_that_has_caught_its_failure(
+    app: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.sdk.durable.attempt.MAX_RAISE_S", 0.05)
+    is_caught, has_gone_on = threading.Event(), threading.Event()
+
+    def decline() -> None:
+        calls["decline"] += 1
+        raise Declined("no room", 7)
+
+    def catch(ctx: Context) -> bool:
+        try:
+            ctx.sync.step(decline)
+        except Declined:
+            is_caught.set()
+        return has_gone_on.wait(20)  # without another operation
+
+    def beside(ctx: Context) -> str:
+        is_caught.wait(20)
+        noted = ctx.sync.step(str, "noted")
+        has_gone_on.set()
+        return noted
+
+    @app.task
+    def trip(ctx: Context) -> list[Any]:
+        return ctx.sync.gather(lambda: catch(ctx), lambda: beside(ctx))
+
+    async with running_worker(app):
+        assert await (await trip.submit()).result(30) == [True, "noted"]
+    assert calls == {"decline": 1}
 
 
 async def test_an_exception_that_cannot_be_made_is_the_same_in_the_first_run_and_later(app: Fabric) -> None:

@@ -49,6 +49,7 @@ __all__ = ["DurableAttempt", "HandlerUnwound", "NonDeterministic", "SimulatedCra
 
 MAX_RAISED = 100  # failures of steps that are recognised when one of them ends the attempt
 MAX_CAUSES = 20
+MAX_RAISE_S = 1.0  # how long an operation lets a thread raise what its step raised, and end
 MAX_TURNS = 500  # turns of the loop during which an operation lets failures unwind while tasks continue to end
 
 current_step: contextvars.ContextVar[str] = contextvars.ContextVar("flowfabric_step", default="")  # "" outside
@@ -104,6 +105,7 @@ class DurableAttempt:
         self._record_lock = asyncio.Lock()
         self._raised: OrderedDict[int, tuple[BaseException, Place | None]] = OrderedDict()
         self._releases: set[asyncio.Future[None]] = set()  # the blocks of `releasing` that have not ended
+        self._raising: dict[Branch, asyncio.Future[None]] = {}  # threads whose step failed, until they go on or end
         self._on_parked: list[Callable[[], Awaitable[Any]]] = []
         self._unopened: dict[str, GateArgs] = {}  # gates that the park opens
         self._last_received: dict[Branch, str] = {}  # gates of messages after which the branch did nothing durable
@@ -127,6 +129,8 @@ class DurableAttempt:
         branch while it begins came later: the operation says nothing about it.
         """
         pending = list(self.ledger.pending)
+        if self._raising:
+            self._end_raising(current_branch(self.branches))
         if not self.ledger.is_loaded:  # a call that does nothing costs each step a microsecond
             await self.ledger.load()
         if not self._pin.is_done:
@@ -274,12 +278,15 @@ class DurableAttempt:
         """Give the tasks that await a failed one their turns: they cancel the caller's branch, or end the function.
 
         A failure in nested groups ends one task after the other, with few turns of the loop between two of them. Where
-        it leaves a reservation, it waits for the store.
+        it leaves a reservation, it waits for the store. A thread takes as long as the system lets it.
         """
         quiet, ended = 0, self.branches.tasks_ended
         for _ in range(MAX_TURNS):
             if self._releases:
                 await asyncio.wait(self._releases)
+                quiet = 0
+            if self._raising:
+                await self._wait_for_threads()
                 quiet = 0
             await asyncio.sleep(0)
             quiet = quiet + 1 if ended == self.branches.tasks_ended else 0
@@ -300,6 +307,25 @@ class DurableAttempt:
         finally:
             self._releases.remove(released)
             released.set_result(None)
+
+    def note_failed(self, failed: Pending) -> None:
+        """Keep the failure of a step pending until the function moves past it."""
+        self.ledger.pending.append(failed)
+        branch, task = failed.branch, failed.branch.task
+        if self.branches.in_thread and task is not None:  # a member of a gather or race of a plain handler
+            self._raising[branch] = asyncio.get_running_loop().create_future()
+            task.add_done_callback(lambda _: self._end_raising(branch))
+
+    def _end_raising(self, branch: Branch) -> None:
+        if (raised := self._raising.pop(branch, None)) is not None:
+            raised.set_result(None)
+
+    async def _wait_for_threads(self) -> None:
+        """Wait until each thread whose step failed has ended, or has caught the failure and begun another operation."""
+        waiting = list(self._raising)
+        await asyncio.wait([*self._raising.values()], timeout=MAX_RAISE_S)
+        for branch in waiting:
+            self._end_raising(branch)
 
     async def record_pending(self, pending: Iterable[Pending], *, memo: MemoArgs | None = None) -> StepMemo | None:
         """Record failures and leavings; with `memo`, the winner of a race, in the change of the leavings."""

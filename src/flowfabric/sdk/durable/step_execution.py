@@ -352,8 +352,8 @@ class StepExecution:
         """Keep a failure pending until the function moves past it; return what to raise."""
         call = self.call
         data, failure = remember_failure(error)
-        pending = Pending(self._branch, self._place, call.label, data, call.digest, self._started_at)
-        self._durable.ledger.pending.append(pending)
+        failed = Pending(self._branch, self._place, call.label, data, call.digest, self._started_at)
+        self._durable.note_failed(failed)
         self._durable.note_raised(failure, None if is_final else self._place)
         if failure is not error:
             failure = failure.with_traceback(error.__traceback__)
