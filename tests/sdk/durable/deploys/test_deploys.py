@@ -74,7 +74,7 @@ async def test_a_renamed_step_is_held_before_its_effect_and_continues_with_its_o
 
         code.step = charge
         assert await run.release()
-        assert await run.result() == "paid"
+        assert await run.result("1d") == "paid"
         assert effects == ["charge o1"]
         world.assert_invariants()
 
@@ -96,7 +96,7 @@ async def test_a_held_run_takes_the_new_way_when_it_is_accepted_and_only_then() 
         assert await run.state() == "suspended"
 
         assert await run.release(accept=True)
-        assert await run.result() == "paid twice"
+        assert await run.result("1d") == "paid twice"
         assert effects == ["charge o1", "charge o1 again"]
         assert not await run.release()
         world.assert_invariants()
@@ -141,7 +141,7 @@ async def test_a_worker_with_a_new_version_releases_held_runs_once() -> None:
         app.version, code.step = "2", charge
         try:
             assert await release_held_runs(app, engine) == 1
-            assert await run.result() == "paid"
+            assert await run.result("1d") == "paid"
             assert await release_held_runs(app, engine) == 0
         finally:
             app.version = "1"
@@ -190,7 +190,7 @@ async def test_a_branch_is_held_and_its_siblings_continue() -> None:
         assert effects == ["charge a", "charge b", "check b"]
         code.step = charge
         await run.release()
-        assert await run.result() == ["paidfine", "paidfine"]
+        assert await run.result("1d") == ["paidfine", "paidfine"]
         assert effects == ["charge a", "charge b", "check b", "check a"]
 
 
@@ -229,7 +229,7 @@ async def test_a_crash_between_the_answer_to_a_patch_and_its_step_keeps_the_answ
     async with World(app) as world:
         world.crash_at("step:check_fraud", "before_effect")
         run = await crashing.submit()
-        assert await run.result() == ["new", "fine"]
+        assert await run.result("1d") == ["new", "fine"]
 
 
 async def test_a_child_added_in_front_of_others_is_held_and_the_others_are_not_made_again() -> None:
@@ -250,7 +250,7 @@ async def test_a_child_added_in_front_of_others_is_held_and_the_others_are_not_m
         assert sorted(effects) == ["double 1", "double 2"]
         inputs.pop(0)
         await run.release()
-        assert await run.result() == [2, 4]
+        assert await run.result("1d") == [2, 4]
         assert sorted(effects) == ["double 1", "double 2"]
 
 
@@ -267,7 +267,7 @@ async def test_children_that_swapped_their_places_are_found_by_their_input() -> 
         run = await swapped.submit()
         await world.advance("1m")
         inputs.reverse()
-        assert await run.result() == [4, 2]
+        assert await run.result("1d") == [4, 2]
         assert sorted(effects) == ["double 1", "double 2"]
 
 
@@ -283,7 +283,7 @@ async def test_a_step_that_waits_is_not_taken_for_a_new_one() -> None:
 
     async with World(app) as world:
         run = await nested.submit()
-        assert await run.result() == "rested"
+        assert await run.result("1d") == "rested"
         assert effects == ["charge o"]
         world.assert_invariants()
 

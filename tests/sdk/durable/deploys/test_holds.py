@@ -113,7 +113,7 @@ async def test_a_crash_while_a_run_is_held_repeats_no_effect_and_holds_it_again(
 
         code.pay = charge
         assert await run.release()
-        assert await run.result() == ["paid", "checked"]
+        assert await run.result("1d") == ["paid", "checked"]
         assert effects == ["charge", "check"]
         world.assert_invariants()
 
@@ -128,7 +128,7 @@ async def test_an_accepted_place_stays_accepted_after_a_crash() -> None:
         await world.advance("2h")
         world.crash_at("step:charge_card", "before_effect")
         assert await run.release(accept=True)
-        assert await run.result() == ["paid by card", "checked"]
+        assert await run.result("1d") == ["paid by card", "checked"]
         assert effects == ["charge", "charge_card", "check"]
 
 
@@ -158,7 +158,7 @@ async def test_two_versions_take_turns_on_one_run_and_no_effect_is_repeated() ->
         assert await is_held(run)
         await world.deploy(older)
         await world.advance("1m")
-        assert await run.result() == ["paid", "checked"]
+        assert await run.result("1d") == ["paid", "checked"]
         assert effects == ["charge", "check"]
         world.assert_invariants()
 
@@ -180,7 +180,7 @@ async def test_the_fix_is_deployed_while_the_release_is_under_way() -> None:
         app.version, code.pay = "2", charge
         try:
             assert await release_held_runs(app, engine) == 1
-            assert await run.result() == ["paid", "checked"]
+            assert await run.result("1d") == ["paid", "checked"]
         finally:
             app.version = "1"
         assert effects == ["charge", "check"]
@@ -208,7 +208,7 @@ async def test_each_place_is_accepted_on_its_own_and_once() -> None:
             assert (held.task, held.version) == ("places", "1")
             assert await run.release(accept=True)
             await world.settle()
-        assert await run.result() == ["paid by card", "all checked"]
+        assert await run.result("1d") == ["paid by card", "all checked"]
         assert effects == ["charge", "check", "charge_card", "check_all"]
         assert not await run.release(accept=True)
 
@@ -257,7 +257,7 @@ async def test_children_and_approvals_inside_a_step_that_runs_again_hold_nothing
     async with World(app) as world:
         world.crash_at("step:check", moment)
         run = await inside.submit()
-        assert await run.result() == [2, 1, "checked", "paid"]
+        assert await run.result("1d") == [2, 1, "checked", "paid"]
         assert runs == ["ask", "ask"]
         assert effects.count("double 1") == 1
         assert "double 2" not in effects, "the child of the first try stands"
@@ -287,7 +287,7 @@ async def test_a_step_inside_an_accepted_step_is_accepted_with_it() -> None:
         await world.advance("2h")
         assert await is_held(run)
         assert await run.release(accept=True)
-        assert await run.result() == "nested 8"
+        assert await run.result("1d") == "nested 8"
         assert effects == ["charge", "double 4"]
 
 
@@ -314,7 +314,7 @@ async def test_a_rollback_keeps_the_answers_of_the_newer_code() -> None:
         assert await run.state() == "suspended"
         assert not await is_held(run)
         is_deployed = True
-        assert await run.result() == ["checked", "paid", "new"]
+        assert await run.result("1d") == ["checked", "paid", "new"]
         assert effects == ["check", "charge"]
 
 

@@ -76,7 +76,7 @@ async def test_a_run_that_an_older_worker_began_repeats_nothing() -> None:
             await world.engine.record_step(claimed.handle, "charge", number, f'"old receipt of {card}"'.encode())
         await release(world.engine, claimed)
         world.start_worker()
-        assert await run.result() == ["old receipt of ana", "old receipt of bo"]
+        assert await run.result("1d") == ["old receipt of ana", "old receipt of bo"]
         assert effects == []
         await world.assert_invariants()
 
@@ -88,7 +88,7 @@ async def test_a_run_that_an_older_worker_began_is_matched_by_arrival_to_its_end
         await world.engine.record_step(claimed.handle, "charge", 0, b'"old receipt"')
         await release(world.engine, claimed)
         world.start_worker()
-        assert await run.result() == ["old receipt", "receipt of bo"]
+        assert await run.result("1d") == ["old receipt", "receipt of bo"]
         assert effects == ["charge bo"]
         names = {(memo.name, memo.occurrence) for memo in await world.engine.read_steps(run.id)}
         assert names == {("charge", 0), ("charge", 1)}
@@ -122,5 +122,5 @@ async def test_a_recorded_failure_is_kept_although_an_older_worker_added_a_resul
         await record_as_older_release(world, run.id, name, b'"of the older one"')
         await release(world.engine, claimed)
         world.start_worker()
-        assert await run.result() == "failed: no money"
+        assert await run.result("1d") == "failed: no money"
         assert effects == []

@@ -62,7 +62,7 @@ async def test_an_unpinned_run_continues_with_any_version_and_is_not_pinned_agai
         assert not await run.unpin()
         await world.settle()
         await world.deploy(newest)
-        assert await run.result() == ["begun by 1", "waited by 2", "ended by 3"]
+        assert await run.result("1d") == ["begun by 1", "waited by 2", "ended by 3"]
 
 
 async def test_a_pinned_run_is_moved_to_another_version() -> None:
@@ -75,7 +75,7 @@ async def test_a_pinned_run_is_moved_to_another_version() -> None:
         await world.advance("90m")
         assert (await run.explain()).obstacle == Pinned("2", "default")
         await world.deploy(newer)
-        assert await run.result() == ["begun by 1", "waited by 2", "ended by 2"]
+        assert await run.result("1d") == ["begun by 1", "waited by 2", "ended by 2"]
 
 
 async def test_a_run_that_has_not_begun_is_not_pinned() -> None:
@@ -86,7 +86,7 @@ async def test_a_run_that_has_not_begun_is_not_pinned() -> None:
         await run.signal("early", "mail")  # a message from outside is no operation of the function
         await world.deploy(newer)
         world.start_worker()
-        assert await run.result() == ["begun by 2", "waited by 2", "ended by 2"]
+        assert await run.result("1d") == ["begun by 2", "waited by 2", "ended by 2"]
 
 
 async def test_a_run_that_began_before_its_task_was_pinned_is_not_pinned() -> None:
@@ -99,7 +99,7 @@ async def test_a_run_that_began_before_its_task_was_pinned_is_not_pinned() -> No
         await world.deploy(newer)
         await world.advance("70m")
         await world.deploy(newest)
-        assert await run.result() == ["begun by 1", "waited by 2", "ended by 3"]
+        assert await run.result("1d") == ["begun by 1", "waited by 2", "ended by 3"]
 
 
 @pytest.mark.parametrize("moment", ["before_effect", "after_commit"])
@@ -114,7 +114,7 @@ async def test_a_crash_in_the_first_operation_keeps_the_pin(moment: Any) -> None
         await world.advance("3h")
         assert (await run.explain()).obstacle == Pinned("1", "default")
         await world.deploy(older)
-        assert await run.result() == ["begun by 1", "waited by 1", "ended by 1"]
+        assert await run.result("1d") == ["begun by 1", "waited by 1", "ended by 1"]
 
 
 async def test_branches_that_begin_together_pin_the_run_once() -> None:
@@ -129,7 +129,7 @@ async def test_branches_that_begin_together_pin_the_run_once() -> None:
 
     async with World(app) as world:
         run = await together.submit()
-        assert await run.result() == ["a", "b", "c"]
+        assert await run.result("1d") == ["a", "b", "c"]
         assert [entry.kind for entry in await world.timeline(run)].count("pinned") == 1
 
 
