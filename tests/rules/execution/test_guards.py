@@ -55,7 +55,7 @@ LIVE, LAPSED = LeaseRequirement.LIVE, LeaseRequirement.EXPIRED
 def row(
     phase: LifecyclePhase, eligibility: EligibilityState = EligibilityState.NOT_APPLICABLE, **own: Any
 ) -> Execution:
-    """Return an execution in its second attempt or later."""
+    """Return an execution in or after its first attempt."""
     outcome = own.pop("terminal_outcome", TerminalOutcome.NONE)
     held = phase is ACTIVE
     fields: dict[str, Any] = {
