@@ -211,5 +211,9 @@ def _is_written(file: Path) -> bool:
 
 
 def _is_gone(file: Path) -> bool:
-    stat = Path(f"/proc/{file.read_text()}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    pid = file.read_text()
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it may go between the open and the read
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
